@@ -1,1 +1,1 @@
-"""."""
+"""The process on another machine: serves expert computations to backbones and holds no state between them."""
