@@ -1,0 +1,49 @@
+"""`linkcpp top`: watch the fleet behind a gateway."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from orchestrator.cli.app import Terminal
+from orchestrator.monitor.live import StatusPoller, fetch_snapshot, status_url, watch
+from orchestrator.monitor.render import View, render
+
+
+@click.command("top")
+@click.option("--url", default="http://127.0.0.1:8080", metavar="URL", help="Address of the gateway.")
+@click.option("--once", is_flag=True, help="Print one picture and end; an unreachable gateway is an error then.")
+@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON, one line per look.")
+@click.option("--interval", type=click.FloatRange(0.1, 60.0), default=0.5, help="Seconds between two looks.")
+@click.pass_obj
+def command(terminal: Terminal, url: str, once: bool, as_json: bool, interval: float) -> None:
+    """Watch the fleet behind a gateway: workers, the running request, tokens/s. q or Ctrl-C quits.
+
+    Into a file or a pipe it prints one picture, as with --once.
+    """
+    if as_json and not once:
+        _follow(terminal, url, interval)
+    elif as_json:
+        terminal.json(fetch_snapshot(status_url(url)).to_json())
+    elif once or not terminal.console.is_terminal:
+        console = terminal.console
+        view = View(url, fetch_snapshot(status_url(url)))
+        console.print(render(view, console.width, ascii_only=console.options.ascii_only))
+    else:
+        watch(StatusPoller(url), terminal.console, interval)
+
+
+def _follow(terminal: Terminal, url: str, interval: float) -> None:
+    """Write one JSON line per look; an unreachable gateway is a line too, so that a reader sees the gap."""
+    poller = StatusPoller(url)
+    while True:
+        view = poller.poll()
+        if view.silent_for is None and view.snapshot is not None:
+            line: dict[str, object] = view.snapshot.to_json()
+        else:
+            line = {"unreachable_seconds": view.silent_for, "problem": view.problem}
+        terminal.console.file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        terminal.console.file.flush()
+        time.sleep(interval)
