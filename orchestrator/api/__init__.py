@@ -1,1 +1,1 @@
-"""."""
+"""The OpenAI-compatible HTTP endpoint in front of a gateway."""
