@@ -1,0 +1,104 @@
+"""Keep the gate's findings in the user's data folder, and answer whether a model may be served.
+
+One file per model (SHA-256), engine build and instruction set. Running the gate again for some contracts or worker
+counts replaces these results and keeps the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from orchestrator.config import data_dir
+from orchestrator.engine.identity import engine_identity
+from orchestrator.errors import ConfigError, GateError
+from orchestrator.models.hashing import file_sha256
+from orchestrator.onboarding.findings import GateKey, GateRecord
+from orchestrator.types import Contract
+
+
+def gate_key(model_path: Path) -> GateKey:
+    """Make the key of a model file with this process's engine. The hash of the file is cached once computed."""
+    identity = engine_identity()
+    return GateKey(file_sha256(model_path), identity.build, identity.isa)
+
+
+def record_path(key: GateKey) -> Path:
+    """Return the file in which the findings about a key are kept."""
+    parts = (key.model_sha256[:16], _slug(key.engine), _slug(key.isa))
+    return data_dir() / "gate" / ("-".join(parts) + ".json")
+
+
+def load(key: GateKey) -> GateRecord | None:
+    """Read the record of a key; None where there is none. Raises :class:`ConfigError` on a damaged file."""
+    path = record_path(key)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read the gate record {path}: {error.strerror}") from error
+    try:
+        record = GateRecord.from_json(json.loads(text))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(
+            f"the gate record {path} is damaged: {error}", hint="remove it and onboard again"
+        ) from error
+    # The name holds a shortened hash: the whole key decides.
+    return record if record.key == key else None
+
+
+def save(record: GateRecord) -> Path:
+    """Store a record over what is known about its key, atomically; returns the file.
+
+    Raises :class:`GateError` for a record of a run with an injected fault: it says nothing about the model.
+    """
+    if record.injected is not None:
+        raise GateError(f"a run with an injected fault ({record.injected}) is not a finding about the model")
+    older = load(record.key)
+    merged = record if older is None else record.merged_over(older)
+    path = record_path(record.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(merged.to_json(), file, indent=2, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the gate record {path}: {error.strerror}") from error
+    return path
+
+
+def verdict(model_path: Path, contract: Contract) -> GateRecord | None:
+    """Return the record of a model on this engine if it says something about a contract, else None.
+
+    The record's ``passes(contract)`` is the answer to whether the contract may be used.
+    """
+    record = load(gate_key(model_path))
+    return record if record is not None and contract in record.contracts else None
+
+
+def require(model_path: Path, contract: Contract) -> GateRecord:
+    """Return the record of a model that passed a contract; raise :class:`GateError` if it did not or never ran."""
+    record = verdict(model_path, contract)
+    if record is None:
+        raise GateError(
+            f"{model_path.name} has not passed the verification gate for contract {contract.value} with this engine",
+            hint=f"run `linkcpp onboard {model_path}` first, or serve it with --unverified",
+        )
+    if not record.passes(contract):
+        failed = next((n, result) for n, result in sorted(record.contracts[contract].items()) if not result.passed)
+        raise GateError(
+            f"{model_path.name} failed the verification gate for contract {contract.value} "
+            f"at {failed[0]} workers: {failed[1].reason}",
+            hint=f"run `linkcpp onboard {model_path}` again, or serve it with --unverified",
+        )
+    return record
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+_]+", "_", text)[:60] or "none"
