@@ -101,7 +101,7 @@ class Ownership:
     def product(cls, layers: Iterable[int], experts: Iterable[int]) -> Ownership:
         """Own the same experts in each of the layers."""
         ids = tuple(sorted(set(experts)))
-        return cls({layer: ids for layer in sorted(set(layers))})
+        return cls(dict.fromkeys(sorted(set(layers)), ids))
 
     def holds(self, layer: int, expert: int) -> bool:
         """Tell whether this (layer, expert) is owned."""
@@ -116,6 +116,15 @@ class Ownership:
     def count(self) -> int:
         """Number of (layer, expert) pairs."""
         return sum(len(ids) for ids in self.experts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What decides whether two engines give the same bytes: build, instruction set and weight repacking."""
+
+    build: str  # hash over pin, patches, shim and flags
+    isa: str  # instruction set in use, for example "AVX2 FMA F16C"
+    repack: bool  # extra buffer types on (they add in another order)
 
 
 def parse_ranges(text: str, *, what: str = "range") -> tuple[int, ...]:

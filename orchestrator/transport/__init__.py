@@ -1,1 +1,1 @@
-"""."""
+"""Moves bytes between two processes and knows no message."""

@@ -1,0 +1,147 @@
+"""One end of a connection, without I/O: bytes in, messages out; messages in, buffers out.
+
+The caller moves the bytes::
+
+    while (message := connection.next_message()) is None:
+        connection.received(link.receive_into(connection.receive_buffer()))
+
+Memory follows what has arrived, not what a header announces: the buffer doubles while a frame comes in, so a
+peer that announces 256 MiB and sends nothing costs 64 KiB.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from orchestrator.errors import ProtocolError
+from orchestrator.wire.codec import Buffers, EncodedDispatch, frame_dispatch, pull_message, push_message
+from orchestrator.wire.frame import HEADER_SIZE, MAX_PAYLOAD, PREFIX, Header, check_payload, pull_header
+from orchestrator.wire.messages import SUPPORTED, Message, MessageType, VersionRange, Welcome
+from orchestrator.wire.state import ConnectionState, Role, State
+
+FIRST_CAPACITY: Final = 64 * 1024
+KEPT_CAPACITY: Final = 32 * 1024 * 1024  # a larger buffer is given back once its frame is used up
+
+
+class Connection:
+    """The protocol's state of one end of one connection; after a :class:`ProtocolError` it is of no more use."""
+
+    def __init__(self, role: Role, *, max_payload: int = MAX_PAYLOAD, versions: VersionRange = SUPPORTED) -> None:
+        self.versions = versions
+        self.minor = versions.highest  # until the greeting agreed on one
+        self.bytes_sent = 0  # in whole frames, headers included
+        self.bytes_received = 0
+        self._max_payload = max_payload
+        self._state = ConnectionState(role)
+        self._data = memoryview(bytearray(FIRST_CAPACITY))
+        self._start = 0  # of the frame that is next
+        self._end = 0  # of what has arrived
+        self._header: Header | None = None  # of the frame that is next, once it is there
+        self._agreed = False
+
+    @property
+    def own_state(self) -> State:
+        """What this end may do."""
+        return self._state.own
+
+    @property
+    def peer_state(self) -> State:
+        """What the peer may do."""
+        return self._state.peer
+
+    # --- sending ---------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> Buffers:
+        """Give the buffers of a message's frame, to be sent in order before the next call.
+
+        Raises:
+            ProtocolError: this end may not send it now, or it does not fit into a frame.
+        """
+        if isinstance(message, Welcome):
+            self.minor = message.version
+            self._agreed = True
+        buffers = push_message(self.minor, message)
+        size = sum(map(len, buffers))
+        if size - HEADER_SIZE > self._max_payload:
+            raise ProtocolError(f"a {message.type.name} of {size} bytes is over the limit of {self._max_payload}")
+        self._state.sent(message.type)
+        self.bytes_sent += size
+        return buffers
+
+    def send_dispatch(self, sequence: int, encoded: EncodedDispatch) -> Buffers:
+        """Do what :meth:`send` does for a dispatch whose arrays are encoded already."""
+        if self._state.own is not State.SERVING:
+            self._state.sent(MessageType.DISPATCH)
+        buffers = frame_dispatch(self.minor, sequence, encoded)
+        size = sum(map(len, buffers))
+        if size - HEADER_SIZE > self._max_payload:
+            raise ProtocolError(f"a DISPATCH of {size} bytes is over the limit of {self._max_payload}")
+        self.bytes_sent += size
+        return buffers
+
+    # --- receiving -------------------------------------------------------------------------------------------
+
+    def receive_buffer(self) -> memoryview:
+        """Give the room for the next bytes (at least one); arrays of earlier messages are invalid from now on."""
+        start, end, capacity = self._start, self._end, len(self._data)
+        if start == end:
+            if capacity > KEPT_CAPACITY:
+                self._data = memoryview(bytearray(FIRST_CAPACITY))
+            self._start = self._end = 0
+            return self._data
+        needed = HEADER_SIZE if self._header is None else HEADER_SIZE + self._header.length
+        if start and start + needed > capacity:
+            self._data[: end - start] = self._data[start:end]
+            self._start, self._end = 0, end - start
+            end -= start
+        if end == capacity:
+            grown = memoryview(bytearray(max(2 * capacity, FIRST_CAPACITY)))
+            grown[:end] = self._data[:end]
+            self._data = grown
+        return self._data[end:]
+
+    def received(self, count: int) -> None:
+        """Take note that so many bytes were written into the buffer; 0 is the end of the stream.
+
+        Raises:
+            ProtocolError: the stream ended within a frame, or without goodbye.
+        """
+        if count == 0:
+            inside = self._end > self._start
+            raise ProtocolError("the peer closed the connection" + (" within a message" if inside else ""))
+        self._end += count
+        self.bytes_received += count
+
+    def next_message(self) -> Message | None:
+        """Give the next whole message, or None while more bytes are needed.
+
+        Raises:
+            ProtocolError: what came is not the protocol, is damaged, or is not what the peer may send now.
+        """
+        start = self._start
+        header = self._header
+        if header is None:
+            if self._end - start < HEADER_SIZE:
+                return None
+            header = self._header = pull_header(self._data, start, self._max_payload)
+        body = start + HEADER_SIZE
+        end = body + header.length
+        if self._end < end:
+            return None
+        payload = self._data[body:end]
+        check_payload(header, self._data[start : start + PREFIX.size], payload)
+        if self._agreed and header.minor != self.minor and header.type != MessageType.REFUSE:
+            raise ProtocolError(f"a frame of version {header.major}.{header.minor}, agreed was {self.minor}")
+        message = pull_message(header, payload)
+        self._header = None
+        self._start = end
+        self._state.received(message.type)
+        if isinstance(message, Welcome):
+            self._agree(message.version)
+        return message
+
+    def _agree(self, version: int) -> None:
+        if not self.versions.lowest <= version <= self.versions.highest:
+            raise ProtocolError(f"the worker chose version {version}, offered was {self.versions}")
+        self.minor = version
+        self._agreed = True
