@@ -139,3 +139,17 @@ class RequestError(LinkcppError):
         self.status = status
         self.code = code
         self.param = param
+
+
+class ContextLengthError(RequestError):
+    """The prompt is longer than the context; carries both counts."""
+
+    def __init__(self, prompt_tokens: int, n_ctx: int, *, param: str | None = None) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens, more than the context of {n_ctx}",
+            code="context_length_exceeded",
+            param=param,
+            hint="shorten the conversation, or serve with a larger --ctx",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.n_ctx = n_ctx
