@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.config import data_dir
 from orchestrator.engine.identity import engine_identity
 from orchestrator.errors import ConfigError, GateError
-from orchestrator.models.hashing import file_sha256
+from orchestrator.models.hashing import model_sha256
 from orchestrator.onboarding.findings import GateKey, GateRecord
 from orchestrator.types import Contract
 
@@ -23,7 +23,7 @@ from orchestrator.types import Contract
 def gate_key(model_path: Path) -> GateKey:
     """Make the key of a model file with this process's engine. The hash of the file is cached once computed."""
     identity = engine_identity()
-    return GateKey(file_sha256(model_path), identity.build, identity.isa)
+    return GateKey(model_sha256(model_path), identity.build, identity.isa)
 
 
 def record_path(key: GateKey) -> Path:

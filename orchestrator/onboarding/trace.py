@@ -92,14 +92,19 @@ def run_prompts(
     return [run_prompt(decoder, prompt, steps, advance=advance) for prompt in prompts]
 
 
+def follow(decoder: Decoder, oracle: Sequence[Trace], advance: Advance | None = None) -> list[Trace]:
+    """Run the oracle's prompts and tokens through another decoder."""
+    return [run_prompt(decoder, known.prompt, len(known.fed), forced=known.fed, advance=advance) for known in oracle]
+
+
 def replay(decoder: Decoder, oracle: Sequence[Trace], advance: Advance | None = None) -> Replay:
     """Run the oracle's prompts and tokens through another decoder and compare position by position."""
     comparisons, theirs, ours = [], hashlib.sha256(), hashlib.sha256()
-    for reference in oracle:
-        trace = run_prompt(decoder, reference.prompt, len(reference.fed), forced=reference.fed, advance=advance)
-        comparisons += [compare(trace.prefill, reference.prefill), compare(trace.steps, reference.steps)]
+    for known in oracle:  # one prompt at a time: two sets of all logits would double the memory
+        [trace] = follow(decoder, [known], advance)
+        comparisons += [compare(trace.prefill, known.prefill), compare(trace.steps, known.steps)]
         _feed(theirs, trace)
-        _feed(ours, reference)
+        _feed(ours, known)
     return Replay(merge(comparisons), theirs.hexdigest(), ours.hexdigest())
 
 

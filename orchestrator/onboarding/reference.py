@@ -1,0 +1,104 @@
+"""What the model answers in one process: the oracle, its batch invariance, and the stock engine's noise floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.engine.model import Model
+from orchestrator.engine.session import Session
+from orchestrator.errors import InputError
+from orchestrator.onboarding.findings import BatchInvariance
+from orchestrator.onboarding.meter import Meter, work
+from orchestrator.onboarding.options import GateOptions
+from orchestrator.onboarding.prompts import MICRO_BATCH, Prompt, build_prompts, has_tokenizer, random_tokens
+from orchestrator.onboarding.trace import Trace, compare_micro_batches, follow, replay, run_prompts
+from orchestrator.verification.gate import Comparison, batch_invariant
+
+FLOOR_MICRO_BATCHES = (512, 1)
+"""The stock engine's default micro-batch, and single steps: the two ends of what its users choose."""
+
+INVARIANCE_TOKENS = 130  # two full micro-batches of 63 and a rest
+INVARIANCE_SIZES = (2, 5, 33, 63)
+
+_LONGEST_PROMPT = 4096  # where the model does not say how much context it was made for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Oracle:
+    """The answers that everything else is compared with."""
+
+    prompts: tuple[Prompt, ...]
+    traces: list[Trace] = field(repr=False)
+    invariance: BatchInvariance
+    n_ctx: int  # tokens of context that all runs need
+
+
+def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
+    """Run the prompts on the whole file with the hook off, in the batch-invariant configuration.
+
+    Raises :class:`InputError` for a model whose own logits are not finite: equal bytes would then prove nothing.
+    """
+    meter.say("loading the model")
+    with Model.open(path) as model:
+        longest = max(model.n_ctx_train - options.steps, 1) if model.n_ctx_train > 0 else _LONGEST_PROMPT
+        tokenize = model.tokenize if has_tokenizer(model.metadata) else None
+        prompts = build_prompts(tokenize, model.n_vocab, longest=longest, names=options.prompts)
+        count = min(INVARIANCE_TOKENS, longest) if options.invariance else 0
+        n_ctx = max(count, *(len(prompt.tokens) + options.steps for prompt in prompts))
+        meter.expect(whole_work(prompts, count, options))
+        with Session(model, n_ctx=n_ctx, n_ubatch=MICRO_BATCH, n_threads=options.threads) as session:
+            traces = run_prompts(session, prompts, options.steps, meter.phase("one process", MICRO_BATCH))
+            if not all(np.isfinite(trace.prefill).all() and np.isfinite(trace.steps).all() for trace in traces):
+                raise InputError(f"{path.name} itself gives logits that are not finite: nothing can be compared")
+            invariance = _invariance(session, random_tokens(model.n_vocab, count, seed=1), meter)
+    return Oracle(prompts, traces, invariance, n_ctx)
+
+
+def run_floor(path: Path, oracle: Oracle, threads: int, meter: Meter, *, repack: bool) -> Comparison:
+    """Compare the stock configuration at one micro-batch size with itself at another, on the oracle's tokens.
+
+    Why not the batch-invariant configuration: there the answer does not depend on the micro-batch, so its floor is
+    zero by construction and says nothing about what users of the stock engine accept.
+    """
+    larger, smaller = FLOOR_MICRO_BATCHES
+    meter.say("loading the model as the stock engine does")
+    with Model.open(path, repack=repack) as model:
+        with _stock(model, oracle.n_ctx, smaller, threads) as session:
+            advance = meter.phase(f"noise floor, micro-batch {smaller}", smaller)
+            reference = follow(session, oracle.traces, advance)
+        with _stock(model, oracle.n_ctx, larger, threads) as session:
+            advance = meter.phase(f"noise floor, micro-batch {larger}", larger)
+            return replay(session, reference, advance).comparison
+
+
+def whole_work(prompts: tuple[Prompt, ...], invariance_tokens: int, options: GateOptions) -> float:
+    """Count the work of all phases, in the meter's unit."""
+
+    def once(micro_batch: int) -> float:
+        steps = len(prompts) * options.steps
+        return work([len(prompt.tokens) for prompt in prompts], micro_batch) + work([1] * steps, micro_batch)
+
+    total = once(MICRO_BATCH) * (1 + len(options.contracts) * len(options.worker_counts))
+    total += sum(work([invariance_tokens], size) for size in (1, *INVARIANCE_SIZES))
+    if options.noise_floor:
+        total += sum(once(size) for size in FLOOR_MICRO_BATCHES)
+    return total
+
+
+def _invariance(session: Session, tokens: tuple[int, ...], meter: Meter) -> BatchInvariance:
+    if not tokens:
+        return BatchInvariance()
+    sizes = compare_micro_batches(session, tokens, INVARIANCE_SIZES, meter.phase("other micro-batches", MICRO_BATCH))
+    return BatchInvariance(
+        one=batch_invariant(list(sizes.values())),
+        several=None,  # sequences side by side in one micro-batch: not tried here
+        micro_batches={size: comparison.byte_identical for size, comparison in sizes.items()},
+        tokens=len(tokens),
+    )
+
+
+def _stock(model: Model, n_ctx: int, micro_batch: int, threads: int) -> Session:
+    return Session(model, n_ctx=n_ctx, n_ubatch=micro_batch, n_threads=threads, batch_invariant=False)

@@ -1,0 +1,128 @@
+"""Put a model through the gate: run it in one process, run it over local workers, compare every logit.
+
+The runs, in order, each closed before the next one opens so that a large model is in memory once:
+
+1. the *oracle*: the whole file, hook off, batch-invariant configuration; it also chooses the tokens of the decode
+   steps. The same session answers the batch-invariance question.
+2. the *noise floor*: the stock configuration at two micro-batch sizes, fed with the oracle's tokens.
+3. the *star*, for each number of workers and each contract: real worker processes with uneven shares and a backbone
+   that holds no expert.
+
+A model larger than the free memory is mapped instead of read, by the oracle and by the workers: slow, but it runs,
+and the meter says how long it will take. Its noise floor is measured without repacking, which needs a copy in memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from orchestrator.errors import EngineError, FleetError, GateError
+from orchestrator.models.gguf import GgufFile
+from orchestrator.onboarding.findings import GateRecord, WorkerCountResult
+from orchestrator.onboarding.meter import Meter, Progress
+from orchestrator.onboarding.options import GateOptions
+from orchestrator.onboarding.prompts import MICRO_BATCH
+from orchestrator.onboarding.records import gate_key
+from orchestrator.onboarding.reference import FLOOR_MICRO_BATCHES, Oracle, run_floor, run_oracle
+from orchestrator.onboarding.star import Fleet, open_fleet
+from orchestrator.onboarding.trace import replay
+from orchestrator.types import Contract
+from orchestrator.verification.gate import Comparison, NoiseFloor, judge
+
+_SHARE_OF_MEMORY = 0.8
+"""A model that takes more of the free memory than this is mapped: the rest is for KV cache, logits and the system."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateReport:
+    """A record, and the curves behind it, which are shown but not stored."""
+
+    record: GateRecord
+    comparisons: dict[tuple[Contract, int], Comparison] = field(repr=False)
+    floor: Comparison | None = field(repr=False)
+
+
+def utc_now() -> datetime.datetime:
+    """Return the time of day that records carry."""
+    return datetime.datetime.now(datetime.timezone.utc)
+
+
+def run_gate(
+    path: Path,
+    options: GateOptions,
+    *,
+    progress: Progress | None = None,
+    now: Callable[[], float] = time.monotonic,
+    today: Callable[[], datetime.datetime] = utc_now,
+) -> GateReport:
+    """Put one MoE GGUF through the gate and return what was found; nothing is stored.
+
+    Raises :class:`InputError` (and its kinds) for a file that cannot be judged, :class:`GateError` where the star
+    failed instead of answering.
+    """
+    file = GgufFile.open(path)
+    file.require_moe()
+    options.check(file)
+    meter = Meter(progress, now)
+    meter.say("hashing the model")
+    key = gate_key(path)
+    mapped = file.n_bytes > _SHARE_OF_MEMORY * psutil.virtual_memory().available
+    oracle = run_oracle(path, options, meter)
+    floor_curve, floor = None, None
+    if options.noise_floor:
+        floor_curve = run_floor(path, oracle, options.threads, meter, repack=not mapped)
+        floor = NoiseFloor.of(floor_curve, micro_batches=FLOOR_MICRO_BATCHES, repacked=not mapped)
+    results: dict[Contract, dict[int, WorkerCountResult]] = {contract: {} for contract in options.contracts}
+    curves: dict[tuple[Contract, int], Comparison] = {}
+    for count in options.worker_counts:
+        meter.say(f"starting {_workers(count)}")
+        with open_fleet(file, count, threads=options.threads, mapped=mapped, inject=options.inject) as fleet:
+            for contract in options.contracts:
+                result, curve = _run_star(fleet, contract, oracle, floor, meter)
+                results[contract][count], curves[contract, count] = result, curve
+    record = GateRecord(
+        key=key,
+        model=path.name,
+        architecture=file.architecture,
+        contracts=results,
+        noise_floor=floor,
+        invariance=oracle.invariance,
+        prompts={prompt.name: len(prompt.tokens) for prompt in oracle.prompts},
+        steps=options.steps,
+        created=today().isoformat(timespec="seconds"),
+        seconds=meter.seconds,
+        injected=options.inject,
+    )
+    return GateReport(record, curves, floor_curve)
+
+
+def _run_star(
+    fleet: Fleet, contract: Contract, oracle: Oracle, floor: NoiseFloor | None, meter: Meter
+) -> tuple[WorkerCountResult, Comparison]:
+    note = f"{contract.value} over {_workers(fleet.count)}"
+    try:
+        with fleet.connect(contract, n_ctx=oracle.n_ctx) as star:
+            outcome = replay(star.decoder, oracle.traces, meter.phase(note, MICRO_BATCH))
+            rows_by_worker = star.rows_by_worker()
+    except (FleetError, EngineError) as error:
+        # A worker that dies or refuses has not given the same answer: that is a failed gate, in words.
+        raise GateError(f"{note}: {error}", hint=error.hint) from error
+    result = WorkerCountResult.of(
+        judge(contract, outcome.comparison, floor),
+        outcome.comparison,
+        logits_sha256=outcome.logits_sha256,
+        oracle_sha256=outcome.oracle_sha256,
+        worker_pids=fleet.pids,
+        rows_by_worker=rows_by_worker,
+    )
+    return result, outcome.comparison
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
