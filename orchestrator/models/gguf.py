@@ -1,0 +1,362 @@
+"""A GGUF model on disk: its metadata, its tensors and what it says about experts, without reading weights.
+
+A model may be split into parts (``NAME-00001-of-00003.gguf``), whose first part carries the metadata, and it may
+be a *slice*: a file that lacks tensors of the original but lists all of them in a manifest (three arrays
+``linkcpp.manifest.names``, ``.types`` and ``.shapes`` with four lengths per tensor, padded with 1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from orchestrator.errors import DenseModelError, ModelFileError
+from orchestrator.models.ggml_types import GgmlType
+from orchestrator.models.gguf_header import MAGIC, Header, Metadata, TensorInfo, padded, read_header
+
+EXPERT_TENSOR: Final = re.compile(r"blk\.(\d+)\.ffn_(up|gate|down|gate_up)_(?:ch)?exps\.(weight|bias|scale)")
+"""Names of the routed experts' tensors (groups: layer, role, kind); not arctic's norm ``ffn_norm_exps``."""
+
+MANIFEST_PREFIX: Final = "linkcpp.manifest."
+SPLIT_PREFIX: Final = "split."
+_PART_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+# The engine aborts the whole process beyond these, so they are refused here (llama-hparams.h of the pin).
+_MAX_LAYERS: Final = 512
+_MAX_EXPERTS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A tensor of the whole model, present in this file or not; ``shape`` has four lengths."""
+
+    name: str
+    type: GgmlType
+    shape: tuple[int, int, int, int]
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Tell whether a tensor holds routed experts, stacked along its last dimension."""
+    return EXPERT_TENSOR.fullmatch(name) is not None
+
+
+class GgufFile:
+    """An opened model; holds no file handle, so it may be kept and shared."""
+
+    __slots__ = ("_header_sha256", "_layers", "files", "headers", "manifest", "metadata", "path", "tensors")
+
+    def __init__(self, headers: tuple[Header, ...], tensors: Mapping[str, TensorInfo]) -> None:
+        self.headers = headers
+        self.path = headers[0].path
+        self.files = tuple(header.path for header in headers)
+        self.metadata = Metadata(self.path, headers[0].entries)
+        self.tensors = MappingProxyType(dict(tensors))
+        self.manifest = MappingProxyType({shape.name: shape for shape in _manifest(self)})
+        self._layers = _expert_layers(self.manifest)
+        self._header_sha256: str | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> GgufFile:
+        """Read the headers of a model's file or files; raise :class:`ModelFileError` for what is unusable."""
+        first = read_header(Path(path))
+        headers = (first, *_other_parts(first))
+        tensors: dict[str, TensorInfo] = {}
+        for index, header in enumerate(headers):
+            for name, info in header.tensors.items():
+                if name in tensors:
+                    raise ModelFileError(f"{header.path}: tensor {name} is in another part too")
+                tensors[name] = (
+                    info
+                    if index == 0
+                    else TensorInfo(name, info.type, info.shape, info.offset, info.n_bytes, file_index=index)
+                )
+        model = cls(headers, tensors)
+        model._check_parts()
+        model._check_counts()
+        return model
+
+    # --- facts -----------------------------------------------------------------------------------------------
+
+    @property
+    def architecture(self) -> str:
+        """The architecture's name in the file; whether it is known is the engine's to say."""
+        value = self.metadata.get("general.architecture")
+        if not isinstance(value, str) or not value:
+            raise ModelFileError(f"{self.path} names no architecture (general.architecture): it is no model")
+        return value
+
+    @property
+    def name(self) -> str:
+        """The model's own name, or the file's."""
+        value = self.metadata.get("general.name")
+        return value if isinstance(value, str) and value else self.path.stem
+
+    @property
+    def n_layer(self) -> int:
+        """Number of blocks, prediction (MTP) blocks included."""
+        return self.number("block_count", 0)
+
+    @property
+    def n_expert(self) -> int:
+        """Routed experts per MoE layer; 0 for a dense model."""
+        return self.number("expert_count", 0)
+
+    @property
+    def top_k(self) -> int:
+        """Experts used per token: the largest of all layers where they differ."""
+        value = self._of_architecture("expert_used_count")
+        if isinstance(value, list):
+            numbers = [item for item in value if isinstance(item, int)]
+            return max(numbers, default=0)
+        return self.number("expert_used_count", 0)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with routed experts, ascending, present in this file or only in its manifest."""
+        return tuple(self._layers)
+
+    @property
+    def is_moe(self) -> bool:
+        """Tell whether the model has routed experts."""
+        return bool(self._layers)
+
+    @property
+    def is_slice(self) -> bool:
+        """Tell whether tensors of the model are not in this file."""
+        return len(self.manifest) != len(self.tensors)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(header.file_size for header in self.headers)
+
+    def number(self, key: str, default: int) -> int:
+        """Return an integer of the architecture (``block_count`` for ``llama.block_count``) or the default."""
+        value = self._of_architecture(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelFileError(f"{self.path}: {self.architecture}.{key} is no whole number")
+        return value
+
+    def require_moe(self) -> None:
+        """Raise :class:`DenseModelError` for a model without routed experts."""
+        if not self.is_moe:
+            raise DenseModelError(
+                f"{self.path} is a dense model ({self.architecture}): it has no experts to distribute",
+                hint="use a MoE model, or make one with `linkcpp model upcycle` if it is llama-like",
+            )
+
+    # --- experts ---------------------------------------------------------------------------------------------
+
+    def expert_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
+        """Return the routed experts' tensors of a layer that are in this file, in the order of the file."""
+        return tuple(self.tensors[name] for name in self._layers.get(layer, ()) if name in self.tensors)
+
+    def expert_range(self, tensor: TensorInfo, expert: int) -> tuple[Path, int, int]:
+        """Return file, offset and bytes of one expert's part of a stacked tensor."""
+        count = expert_count(tensor.name, tensor.shape)
+        if not 0 <= expert < count:
+            raise ModelFileError(f"{self.path}: {tensor.name} holds experts 0 to {count - 1}, not {expert}")
+        size = tensor.n_bytes // count
+        return self.files[tensor.file_index], tensor.offset + expert * size, size
+
+    def bytes_per_expert(self, layer: int) -> int:
+        """Return what one expert of a layer takes, from the manifest where the file lacks it."""
+        total = 0
+        for name in self._layers.get(layer, ()):
+            entry = self.manifest[name]
+            total += entry.type.bytes_of(_elements(entry.shape)) // expert_count(name, entry.shape)
+        return total
+
+    # --- identity --------------------------------------------------------------------------------------------
+
+    @property
+    def header_sha256(self) -> str:
+        """Hash of metadata and tensor list: equal for a model, its split parts and its slices.
+
+        Keys that tell about the file and not the model (``split.*``, the manifest) and offsets stay out. Weights
+        are not read, so two models that differ only in weights are equal here: the gate tells those apart.
+        """
+        if self._header_sha256 is None:
+            digest = hashlib.sha256()
+            for raw in raw_entries(self.headers[0], without=(SPLIT_PREFIX, MANIFEST_PREFIX)):
+                digest.update(raw)
+            for name in sorted(self.manifest):
+                entry = self.manifest[name]
+                digest.update(f"{name}\0{int(entry.type)}\0{entry.shape}\n".encode())
+            self._header_sha256 = digest.hexdigest()
+        return self._header_sha256
+
+    # --- checks ----------------------------------------------------------------------------------------------
+
+    def _of_architecture(self, key: str) -> object:
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def _check_parts(self) -> None:
+        expected = self.metadata.get("split.tensors.count")
+        if len(self.headers) > 1 and isinstance(expected, int) and expected != len(self.tensors):
+            raise ModelFileError(f"{self.path}: the parts hold {len(self.tensors)} tensors instead of {expected}")
+
+    def _check_counts(self) -> None:
+        """Refuse counts on which the engine would abort the process instead of returning an error."""
+        if "general.architecture" not in self.metadata:
+            return
+        experts, used = self.n_expert, self.top_k
+        groups, groups_used = self.number("expert_group_count", 0), self.number("expert_group_used_count", 0)
+        stacked = {
+            name: expert_count(name, self.manifest[name].shape) for names in self._layers.values() for name in names
+        }
+        empty = next((name for name, count in stacked.items() if count == 0), None)
+        wrong = next((n for n, count in stacked.items() if count != experts and "_chexps" not in n), None)
+        problem = None
+        if "block_count" in _keys_of(self) and not 0 < self.n_layer <= _MAX_LAYERS:
+            problem = f"it claims {self.n_layer} layers (1 to {_MAX_LAYERS} are possible)"
+        elif empty is not None:
+            problem = f"{empty} holds zero experts"
+        elif stacked and experts == 0:
+            problem = f"it has expert tensors and says that it has zero experts ({self.architecture}.expert_count)"
+        elif not 0 <= experts <= _MAX_EXPERTS:
+            problem = f"it claims {experts} experts (at most {_MAX_EXPERTS} are possible)"
+        elif used > experts:
+            problem = f"top-k {used} is larger than its {experts} experts"
+        elif experts > 0 and used <= 0:
+            problem = f"it has {experts} experts and uses none of them ({self.architecture}.expert_used_count)"
+        elif wrong is not None:
+            problem = f"{wrong} holds {stacked[wrong]} experts instead of {experts}"
+        elif groups and groups >= experts:
+            problem = f"{groups} groups of {experts} experts"
+        elif groups > 1 and (experts % groups or not 0 < groups_used < groups):
+            problem = f"{experts} experts in {groups} groups of which {groups_used} are used"
+        if problem is not None:
+            raise ModelFileError(f"{self.path} is damaged or not supported: {problem}")
+
+
+def expert_count(name: str, shape: Iterable[int]) -> int:
+    """Return how many experts a stacked tensor holds: the length of weight [2], bias [1] or scale [0]."""
+    match = EXPERT_TENSOR.fullmatch(name)
+    if match is None:
+        raise ModelFileError(f"{name} is not a tensor of routed experts")
+    lengths = (*shape, 1, 1, 1)
+    return lengths[{"weight": 2, "bias": 1, "scale": 0}[match[3]]]
+
+
+def raw_entries(header: Header, without: tuple[str, ...] = ()) -> Iterable[bytes]:
+    """Yield the metadata entries as they lie in the file, except keys with these prefixes."""
+    try:
+        with header.path.open("rb") as file:
+            for entry in header.entries.values():
+                if not entry.key.startswith(without):
+                    file.seek(entry.start)
+                    yield file.read(entry.end - entry.start)
+    except OSError as error:
+        raise ModelFileError(f"cannot read {header.path}: {error.strerror or error}") from error
+
+
+def _keys_of(model: GgufFile) -> set[str]:
+    prefix = model.architecture + "."
+    return {key[len(prefix) :] for key in model.metadata if key.startswith(prefix)}
+
+
+def _elements(shape: Iterable[int]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def _expert_layers(manifest: Mapping[str, TensorShape]) -> dict[int, tuple[str, ...]]:
+    layers: dict[int, tuple[str, ...]] = {}
+    for name in manifest:
+        match = EXPERT_TENSOR.fullmatch(name)
+        if match is not None:
+            layers[int(match[1])] = (*layers.get(int(match[1]), ()), name)
+    return dict(sorted(layers.items()))
+
+
+def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    first, second, third, fourth = (*shape, 1, 1, 1, 1)[:4]
+    return first, second, third, fourth
+
+
+def _manifest(model: GgufFile) -> list[TensorShape]:
+    """Return all tensors of the original: the manifest of a slice, else the file's own."""
+    if MANIFEST_PREFIX + "names" not in model.metadata:
+        return [TensorShape(info.name, info.type, _four(info.shape)) for info in model.tensors.values()]
+    columns = [model.metadata.get(MANIFEST_PREFIX + key) for key in ("names", "types", "shapes")]
+    names, types, shapes = (column if isinstance(column, list) else [] for column in columns)
+    numbers = [item for item in shapes if isinstance(item, int) and 0 <= item < 1 << 48]
+    known = {int(kind) for kind in GgmlType}
+    kinds = [GgmlType(item) for item in types if isinstance(item, int) and item in known]
+    if not len(set(names)) == len(names) == len(types) == len(kinds) or not 4 * len(names) == len(shapes) == len(
+        numbers
+    ):
+        raise ModelFileError(f"{model.path}: the slice's manifest is damaged", hint="make the slice again")
+    manifest = [
+        TensorShape(str(name), kind, _four(tuple(numbers[4 * index : 4 * index + 4])))
+        for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
+    ]
+    by_name = {entry.name: entry for entry in manifest}
+    for info in model.tensors.values():
+        listed = by_name.get(info.name)
+        if listed is None or (listed.type, listed.shape) != (info.type, _four(info.shape)):
+            raise ModelFileError(f"{model.path}: tensor {info.name} is not as the slice's manifest says")
+    return manifest
+
+
+def _other_parts(first: Header) -> list[Header]:
+    """Read the headers of parts 2 to N; say in words what is wrong with a set of parts."""
+    count = _small(first, "split.count") or 1
+    number = _small(first, "split.no") or 0
+    match = _PART_NAME.fullmatch(first.path.name)
+    if _another_gguf_follows(first):
+        raise ModelFileError(
+            f"{first.path} is several GGUF files joined end to end: only the first of them would be read",
+            hint="keep the parts as files of their own, or merge them with `llama-gguf-split --merge`",
+        )
+    if count == 1:
+        return []
+    if number != 0:
+        name = f"{match[1]}-00001-of-{count:05d}.gguf" if match else "the one that ends in -00001-of-..."
+        raise ModelFileError(f"{first.path} is part {number + 1} of {count}", hint=f"open part 1: {name}")
+    if match is None or int(match[2]) != 1 or int(match[3]) != count:
+        raise ModelFileError(
+            f"{first.path} is part 1 of {count} and its name does not say so, so the others cannot be found",
+            hint=f"name the parts NAME-00001-of-{count:05d}.gguf and so on",
+        )
+    parts = []
+    for index in range(1, count):
+        path = first.path.with_name(f"{match[1]}-{index + 1:05d}-of-{count:05d}.gguf")
+        if not path.exists():
+            raise ModelFileError(f"part {index + 1} of {count} is missing: {path}", hint="download it too")
+        part = read_header(path)
+        if _small(part, "split.no") != index or _small(part, "split.count") != count:
+            raise ModelFileError(f"{path} is not part {index + 1} of {count} of this model, whatever its name says")
+        parts.append(part)
+    return parts
+
+
+def _small(header: Header, key: str) -> int | None:
+    entry = header.entries.get(key)
+    if entry is None:
+        return None
+    if not isinstance(entry.value, int) or not 0 <= entry.value < 1 << 16:
+        raise ModelFileError(f"{header.path}: {key} is no small number")
+    return entry.value
+
+
+def _another_gguf_follows(header: Header) -> bool:
+    places = {header.data_end, padded(header.data_end, header.alignment)}
+    try:
+        with header.path.open("rb") as file:
+            for place in places:
+                file.seek(place)
+                if file.read(len(MAGIC)) == MAGIC:
+                    return True
+    except OSError as error:
+        raise ModelFileError(f"cannot read {header.path}: {error.strerror or error}") from error
+    return False
