@@ -77,7 +77,14 @@ class Terminal:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; cells are plain text."""
-        table = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold", box=None)
+        table = Table(
+            title=title or None,
+            title_justify="left",
+            title_style="bold",
+            header_style="bold",
+            box=None,
+            pad_edge=False,
+        )
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
@@ -163,7 +170,7 @@ class CommandGroup(click.Group):
         names = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
-    def main(  # type: ignore[override]  # click overloads by mode; one signature serves both
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
