@@ -99,7 +99,8 @@ def parse_address(text: str) -> HostPort:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    if not colon or not host or not port.isascii() or not port.isdecimal() or (":" in host) != bracketed:
+    malformed = (":" in host) != bracketed or "[" in host or "]" in host
+    if not colon or not host or malformed or not (port.isascii() and port.isdecimal()):
         raise InputError(f"{text!r} is not an address", hint="write it like 192.168.1.7:9337 or [::1]:9337")
     if int(port) > 0xFFFF:
         raise InputError(f"{text!r}: a port is at most 65535")
