@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from orchestrator.errors import InputError
@@ -38,3 +39,8 @@ class GateOptions:
             )
         if self.steps < 0 or self.threads < 1:
             raise InputError(f"{self.steps} decode steps with {self.threads} threads are not possible")
+
+
+def default_threads() -> int:
+    """Choose the threads of oracle and backbone: half the cores, since the workers need the others."""
+    return max((os.cpu_count() or 2) // 2, 1)

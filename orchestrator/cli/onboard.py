@@ -1,0 +1,95 @@
+"""`linkcpp onboard`: prove that a model gives the same answers over workers."""
+
+from __future__ import annotations
+
+import click
+
+from orchestrator.cli.app import Terminal
+from orchestrator.models.catalog import record as record_in_catalogue
+from orchestrator.models.catalog import resolve_model
+from orchestrator.onboarding.options import GateOptions, default_threads
+from orchestrator.onboarding.picture import cosine_picture
+from orchestrator.onboarding.records import save
+from orchestrator.onboarding.report import COLUMNS, failures, invariance_sentence, summary, verdict_rows
+from orchestrator.onboarding.run import GateReport, run_gate
+from orchestrator.types import Contract, parse_ranges
+from orchestrator.workers.inject import Injection
+
+
+@click.command("onboard")
+@click.argument("model")
+@click.option(
+    "--contract",
+    "contracts",
+    type=click.Choice([contract.value for contract in Contract]),
+    multiple=True,
+    help="Contract to try; may be repeated. [default: all]",
+)
+@click.option("--workers", default="1,2,3", metavar="LIST", help="Numbers of local workers to try.")
+@click.option("--steps", type=click.IntRange(0, 4096), default=16, help="Decode steps after each prompt.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of oracle and backbone.")
+@click.option("--record", "to_catalogue", is_flag=True, help="Also write the result into models.toml.")
+@click.option(
+    "--inject",
+    type=click.Choice([kind.value for kind in Injection]),
+    default=None,
+    help="Make one worker wrong: the gate must fail. Nothing is stored.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    model: str,
+    contracts: tuple[str, ...],
+    workers: str,
+    steps: int,
+    threads: int | None,
+    to_catalogue: bool,
+    inject: str | None,
+    as_json: bool,
+) -> None:
+    """Prove that MODEL (a name or a GGUF file) gives the same answers over workers as in one process.
+
+    Starts local workers, runs built-in prompts, compares every logit, and keeps the result. Exit status: 0 passed,
+    1 failed, 2 the model cannot be judged.
+    """
+    terminal: Terminal = ctx.obj
+    path = resolve_model(model)
+    options = GateOptions(
+        contracts=tuple(Contract(name) for name in dict.fromkeys(contracts)) or tuple(Contract),
+        worker_counts=parse_ranges(workers, what="--workers"),
+        steps=steps,
+        threads=threads or default_threads(),
+        inject=inject,
+    )
+    with terminal.progress("gate") as progress:
+        report = run_gate(path, options, progress=progress)
+    if inject is None:
+        stored = str(save(report.record))
+        if to_catalogue:
+            record_in_catalogue(report.record)
+    else:
+        stored = "not stored: one worker was made wrong"
+    if as_json:
+        terminal.json(report.record.to_json())
+    else:
+        _show(terminal, report, stored)
+    ctx.exit(0 if report.record.passed else 1)
+
+
+def _show(terminal: Terminal, report: GateReport, stored: str) -> None:
+    record = report.record
+    terminal.table("verdicts", COLUMNS, verdict_rows(record))
+    width = min(terminal.console.width, 100)
+    for contract, results in record.contracts.items():
+        curve = report.comparisons[contract, max(results)]
+        floor = None if report.floor is None else report.floor.cosines
+        title = f"{contract.value}, {max(results)} workers: cosine per position"
+        terminal.print()
+        terminal.print(cosine_picture(curve.cosines, floor, width=width, title=title))
+    terminal.print()
+    terminal.print(invariance_sentence(record.invariance))
+    for line in failures(record):
+        terminal.print(f"failed: {line}", style="red")
+    terminal.print(summary(record), style="bold green" if record.passed else "bold red")
+    terminal.print(f"record: {stored}")
