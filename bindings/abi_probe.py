@@ -23,10 +23,12 @@ def symbols() -> tuple[bool, str]:
 
     from bindings.library import required_symbols
 
-    names = required_symbols() if callable(required_symbols) else required_symbols
     library = llama_cpp.llama_cpp._lib
-    missing = [name for name in names if not hasattr(library, name)]
-    return not missing, f"missing: {', '.join(missing)}" if missing else f"all {len(names)} functions are there"
+    missing = [name for name in required_symbols if not hasattr(library, name)]
+    return (
+        not missing,
+        f"missing: {', '.join(missing)}" if missing else f"all {len(required_symbols)} functions are there",
+    )
 
 
 def main() -> int:
