@@ -1,0 +1,266 @@
+"""Owners of C objects: a model, a context, its hook. Each is freed once, in the order that C needs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bindings.errors import BindingsError
+from bindings.library import (
+    Callback,
+    EventStruct,
+    LayerStruct,
+    forget_log,
+    last_log_line,
+    load,
+)
+
+FloatArray = npt.NDArray[np.float32]
+
+_OVERRIDE_STRING = 3  # LLAMA_KV_OVERRIDE_TYPE_STR
+_FLASH_ATTENTION = {None: -1, False: 0, True: 1}  # llama_flash_attn_type
+_POLL = 1
+"""Polling level of the thread pool: about 2 ms of polling, then the threads park (ggml's unit is 131072 pauses)."""
+
+ABORTED = 2
+"""llama_decode's status when the hook refused to go on."""
+
+
+class NativeError(BindingsError):
+    """The engine refused; the text is its own last line where it gave one."""
+
+
+class Handle:
+    """A C object behind an address; usable until :meth:`close`."""
+
+    def __init__(self, address: int | None) -> None:
+        self._address = address
+
+    @property
+    def address(self) -> int:
+        """The address; raise :class:`NativeError` after :meth:`close`."""
+        if self._address is None:
+            raise NativeError(f"{type(self).__name__} is closed")
+        return self._address
+
+    def _free(self, address: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free the object; harmless when called again."""
+        address, self._address = self._address, None
+        if address is not None:
+            self._free(address)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class ModelHandle(Handle):
+    """``llama_model``. Raises :class:`NativeError` with the engine's words if the file cannot be used."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        without_experts: bool,
+        repack: bool,
+        gpu_layers: int,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        super().__init__(None)
+        api, _ = load()
+        params = api.llama_model_default_params()
+        params.use_extra_bufts = repack
+        params.n_gpu_layers = gpu_layers
+        overrides = (api.llama_model_kv_override * 2)()
+        if without_experts:
+            overrides[0].tag = _OVERRIDE_STRING
+            overrides[0].key = b"linkcpp.skip"
+            overrides[0].value.val_str = b"experts"
+            params.kv_overrides = ctypes.cast(overrides, type(params.kv_overrides))
+        report = api.llama_progress_callback(lambda done, _data: _report(progress, done))
+        params.progress_callback = report
+        forget_log()
+        address = api.llama_model_load_from_file(path.encode(), params)
+        if not address:
+            raise NativeError(last_log_line("the engine cannot load the model"))
+        self._address = address
+        self.vocab = api.llama_model_get_vocab(address)
+
+    def _free(self, address: int) -> None:
+        load()[0].llama_model_free(address)
+
+    def metadata(self) -> Iterator[tuple[str, str]]:
+        """Yield the file's metadata as (key, value as text)."""
+        api, _ = load()
+        small = ctypes.create_string_buffer(512)
+        for i in range(api.llama_model_meta_count(self.address)):
+            api.llama_model_meta_key_by_index(self.address, i, small, len(small))
+            key = small.value.decode("utf-8", "replace")
+            needed = api.llama_model_meta_val_str_by_index(self.address, i, small, len(small))
+            buffer = small
+            if needed >= len(small):
+                buffer = ctypes.create_string_buffer(needed + 1)
+                api.llama_model_meta_val_str_by_index(self.address, i, buffer, len(buffer))
+            yield key, buffer.value.decode("utf-8", "replace")
+
+    def tokenize(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return the token ids of UTF-8 text."""
+        api, _ = load()
+        capacity = len(text) + 8
+        while True:
+            tokens = (api.llama_token * capacity)()
+            n = api.llama_tokenize(self.vocab, text, len(text), tokens, capacity, add_special, parse_special)
+            if n >= 0:
+                return list(tokens[:n])
+            if -n <= capacity:
+                raise NativeError("the model has no tokenizer for this text")
+            capacity = -n
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        """Return the bytes of one token."""
+        api, _ = load()
+        buffer = ctypes.create_string_buffer(64)
+        n = api.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        if n < 0:
+            buffer = ctypes.create_string_buffer(-n)
+            n = api.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        return bytes(buffer.raw[:n])
+
+
+def _report(progress: Callable[[float], None] | None, done: float) -> bool:
+    if progress is not None:
+        progress(done)
+    return True
+
+
+class HookHandle(Handle):
+    """``linkcpp_hook``: a Python function behind the dispatch and combine nodes of one context."""
+
+    def __init__(self, callback: Callable[[EventStruct], int], *, partial_sums: bool) -> None:
+        super().__init__(None)
+        _, shim = load()
+        # The C side calls this object for as long as the hook lives.
+        self._callback = Callback(lambda event, _data: callback(event.contents))
+        self._address = shim.linkcpp_hook_new(self._callback, None, partial_sums)
+
+    def _free(self, address: int) -> None:
+        load()[1].linkcpp_hook_free(address)
+
+    def layers(self) -> Sequence[LayerStruct]:
+        """Return the layer descriptors captured when the context was made."""
+        _, shim = load()
+        count = shim.linkcpp_hook_layers(self.address, None, 0)
+        layers = (LayerStruct * count)()
+        shim.linkcpp_hook_layers(self.address, layers, count)
+        return list(layers)
+
+    def graph(self) -> list[tuple[str, str]]:
+        """Return (op, name) of the last graph's nodes in order; only while the context lives."""
+        _, shim = load()
+        size = shim.linkcpp_hook_graph(self.address, None, 0) + 1
+        text = ctypes.create_string_buffer(size)
+        shim.linkcpp_hook_graph(self.address, text, size)
+        pairs = (line.partition(" ") for line in text.value.decode("utf-8", "replace").splitlines())
+        return [(op, name) for op, _, name in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    """What a context is made with; ``flash_attention`` None leaves the choice to the engine."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    n_sequences: int
+    flash_attention: bool | None
+
+
+class ContextHandle(Handle):
+    """``llama_context`` with its own attached thread pool; holds its model and hook alive."""
+
+    def __init__(self, model: ModelHandle, options: ContextOptions, hook: HookHandle | None) -> None:
+        super().__init__(None)
+        api, shim = load()
+        self._model, self._hook = model, hook
+        params = api.llama_context_default_params()
+        params.n_ctx = options.n_ctx
+        params.n_batch = options.n_batch
+        params.n_ubatch = options.n_ubatch
+        params.n_seq_max = options.n_sequences
+        params.n_threads = params.n_threads_batch = options.n_threads
+        params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+        params.kv_unified = options.n_sequences > 1
+        params.no_perf = True
+        if hook is not None:
+            shim.linkcpp_hook_attach(hook.address, ctypes.addressof(params))
+        forget_log()
+        address = api.llama_init_from_model(model.address, params)
+        if not address:
+            raise NativeError(last_log_line("the engine cannot make a context for this model"))
+        self._address = address
+        self._pool = shim.linkcpp_threadpool_new(options.n_threads, _POLL)
+        api.llama_attach_threadpool(address, self._pool, self._pool)
+        self._memory = api.llama_get_memory(address)
+        self._batch = api.llama_batch_init(options.n_batch, 0, 1)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, (options.n_batch,))
+        self._positions = np.ctypeslib.as_array(self._batch.pos, (options.n_batch,))
+        self._wanted = np.ctypeslib.as_array(self._batch.logits, (options.n_batch,))
+        np.ctypeslib.as_array(self._batch.n_seq_id, (options.n_batch,))[:] = 1
+        self._sequence_ids = [self._batch.seq_id[i] for i in range(options.n_batch)]
+        for ids in self._sequence_ids:
+            ids[0] = 0
+        self.n_ctx = int(api.llama_n_ctx_seq(address)) if hasattr(api, "llama_n_ctx_seq") else options.n_ctx
+
+    def _free(self, address: int) -> None:
+        api, shim = load()
+        api.llama_batch_free(self._batch)
+        api.llama_free(address)
+        shim.linkcpp_threadpool_free(self._pool)
+
+    def decode(self, tokens: Sequence[int], position: int, *, every: bool) -> int:
+        """Run ``llama_decode`` on sequence 0 at ``position``; logits of all tokens or the last. Return its status."""
+        api, _ = load()
+        n = len(tokens)
+        self._batch.n_tokens = n
+        self._tokens[:n] = tokens
+        self._positions[:n] = range(position, position + n)
+        self._wanted[:n] = every
+        self._wanted[n - 1] = 1
+        return int(api.llama_decode(self.address, self._batch))
+
+    def logits(self, rows: int, n_vocab: int) -> FloatArray:
+        """Copy the logits of the last decode, [rows, n_vocab]."""
+        api, _ = load()
+        pointer = api.llama_get_logits(self.address)
+        return np.ctypeslib.as_array(pointer, (rows, n_vocab)).copy()
+
+    def remove(self, sequence: int, first: int, last: int) -> bool:
+        """Remove positions [first, last) of a sequence (-1: open end); False if this memory cannot."""
+        api, _ = load()
+        return bool(api.llama_memory_seq_rm(self._memory, sequence, first, last))
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make ``destination`` a copy-on-write copy of ``source``."""
+        api, _ = load()
+        api.llama_memory_seq_cp(self._memory, source, destination, -1, -1)
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        api, _ = load()
+        api.llama_memory_clear(self._memory, True)

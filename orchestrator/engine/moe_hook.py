@@ -1,0 +1,128 @@
+"""Between the engine's MoE calls and whoever carries the rows: ctypes events in, arrays out.
+
+The arrays are views of engine memory. Addresses repeat from step to step (the engine reuses its graph), so views
+are kept by address and shape; making one costs more than everything else here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bindings.handles import HookHandle
+from bindings.library import DISPATCH, EventStruct, LayerStruct
+from orchestrator.dispatch.exchange import RowExchange
+from orchestrator.types import TENSOR_ROLES, Contract, ExpertBatch, LayerDescriptor
+
+_STOP = 1
+_KEPT_VIEWS = 4096
+
+Views = dict[tuple[int | None, tuple[int, ...]], Any]
+
+
+class MoeHook:
+    """The callback of one context. An exception inside is kept for the caller and ends the step."""
+
+    def __init__(self, exchange: RowExchange, contract: Contract) -> None:
+        self._exchange = exchange
+        self._exact = contract is Contract.EXACT
+        self._floats: Views = {}
+        self._integers: Views = {}
+        self._failure: BaseException | None = None
+        self.handle = HookHandle(self._on_event, partial_sums=not self._exact)
+
+    def close(self) -> None:
+        """Free the C side; the context must be closed before."""
+        self.handle.close()
+
+    def take_failure(self) -> BaseException | None:
+        """Return what ended the last step, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def descriptors(self) -> tuple[LayerDescriptor, ...]:
+        """Return the layers that the context dispatches, in graph order."""
+        return tuple(descriptor_from_struct(layer) for layer in self.handle.layers())
+
+    def _on_event(self, event: EventStruct) -> int:
+        try:
+            n_tokens, n_embd, top_k = event.n_tokens, event.n_embd, event.top_k
+            if event.kind == DISPATCH:
+                self._exchange.dispatch(
+                    ExpertBatch(
+                        event.layer,
+                        event.call,
+                        self._view(self._floats, ctypes.c_float, event.rows, (n_tokens, n_embd)),
+                        self._view(self._integers, ctypes.c_int32, event.experts, (n_tokens, top_k)),
+                        self._view(self._floats, ctypes.c_float, event.weights, (n_tokens, top_k)),
+                    )
+                )
+            else:
+                shape = (n_tokens, top_k, n_embd) if self._exact else (n_tokens, n_embd)
+                self._exchange.combine(
+                    event.layer, event.call, self._view(self._floats, ctypes.c_float, event.out, shape)
+                )
+        except BaseException as error:  # nothing may cross the C frames below; the session raises it
+            self._failure = error
+            return _STOP
+        return 0
+
+    @staticmethod
+    def _view(views: Views, kind: Any, address: int | None, shape: tuple[int, ...]) -> Any:
+        view = views.get((address, shape))
+        if view is None:
+            if len(views) >= _KEPT_VIEWS:
+                views.clear()
+            count = int(np.prod(shape))
+            view = np.ctypeslib.as_array((kind * count).from_address(address)).reshape(shape)
+            views[address, shape] = view
+        return view
+
+
+def descriptor_from_struct(layer: LayerStruct) -> LayerDescriptor:
+    """Turn the shim's descriptor into the value that travels to workers."""
+    names = [bytes(name.value).decode() for name in layer.tensors]
+    return LayerDescriptor(
+        layer=layer.layer,
+        call=layer.call,
+        architecture=bytes(layer.architecture).decode(),
+        activation=layer.activation,
+        n_embd=layer.n_embd,
+        n_ff=layer.n_ff,
+        n_expert=layer.n_expert,
+        top_k=layer.top_k,
+        weight_before_ffn=bool(layer.weight_before_ffn),
+        clamp=layer.clamp,
+        situ_beta=layer.situ_beta,
+        situ_linear_beta=layer.situ_linear_beta,
+        hyper_connections=layer.hyper_connections,
+        precision=layer.precision,
+        tensors=tuple((role, name) for role, name in zip(TENSOR_ROLES, names, strict=True) if name),
+    )
+
+
+def struct_from_descriptor(descriptor: LayerDescriptor) -> LayerStruct:
+    """Do the inverse of :func:`descriptor_from_struct`."""
+    names: Mapping[str, str] = dict(descriptor.tensors)
+    layer = LayerStruct(
+        layer=descriptor.layer,
+        call=descriptor.call,
+        n_embd=descriptor.n_embd,
+        n_ff=descriptor.n_ff,
+        n_expert=descriptor.n_expert,
+        top_k=descriptor.top_k,
+        activation=descriptor.activation,
+        weight_before_ffn=int(descriptor.weight_before_ffn),
+        hyper_connections=descriptor.hyper_connections,
+        precision=descriptor.precision,
+        clamp=descriptor.clamp,
+        situ_beta=descriptor.situ_beta,
+        situ_linear_beta=descriptor.situ_linear_beta,
+        architecture=descriptor.architecture.encode(),
+    )
+    for i, role in enumerate(TENSOR_ROLES):
+        layer.tensors[i].value = names.get(role, "").encode()
+    return layer
