@@ -215,7 +215,7 @@ class ContextHandle(Handle):
             raise NativeError(last_log_line("the engine cannot make a context for this model"))
         self._address = address
         self._pool = shim.linkcpp_threadpool_new(options.n_threads, _POLL)
-        api.llama_attach_threadpool(address, self._pool, self._pool)
+        shim.llama_attach_threadpool(address, self._pool, self._pool)
         self._memory = api.llama_get_memory(address)
         self._batch = api.llama_batch_init(options.n_batch, 0, 1)
         self._tokens = np.ctypeslib.as_array(self._batch.token, (options.n_batch,))

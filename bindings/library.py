@@ -72,6 +72,8 @@ COMBINE: Final = 2
 Callback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(EventStruct), ctypes.c_void_p)
 
 _SIGNATURES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
+    # upstream's own function, which its Python layer does not declare
+    "llama_attach_threadpool": (None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
     "linkcpp_abi": (ctypes.c_int32, ()),
     "linkcpp_sizeof": (ctypes.c_size_t, (ctypes.c_char_p,)),
     "linkcpp_hook_new": (ctypes.c_void_p, (Callback, ctypes.c_void_p, ctypes.c_bool)),
@@ -117,7 +119,7 @@ _SIGNATURES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
 }
 
 required_symbols: Final = tuple(_SIGNATURES)
-"""The shim's functions that a patched engine exports."""
+"""The functions that a patched engine exports and :func:`load` declares."""
 
 
 class Shim(Protocol):
