@@ -89,7 +89,10 @@ class Terminal:
             table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(*row)
-        self.console.print(table, width=None if self.console.is_terminal else WIDTH_OF_FILES)
+        console = self.console
+        if not console.is_terminal:
+            console = Console(file=console.file, width=WIDTH_OF_FILES, highlight=False, markup=False)
+        console.print(table)
 
     @contextmanager
     def progress(self, description: str) -> Iterator[ProgressCallback]:
