@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.engine.synth import synth
+
+FAMILIES = (
+    "llama",
+    "qwen2moe",
+    "qwen3moe",
+    "deepseek2",
+    "gpt-oss",
+    "llama4",
+    "grovemoe",
+    "step35",
+    "qwen35moe",
+)
+"""The named subset of architectures that `make test` runs; `make test-all` runs every one."""
+
+
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Make a tiny random model of an architecture once per run."""
+    folder = tmp_path_factory.mktemp("synthetic")
+
+    def make(architecture: str) -> Path:
+        path = folder / f"{architecture}.gguf"
+        if not path.exists():
+            synth(architecture, path)
+        return path
+
+    return make
