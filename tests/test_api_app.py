@@ -352,5 +352,5 @@ def test_a_port_in_use_is_a_clear_error():
 
 
 def test_an_address_of_another_machine_is_a_clear_error():
-    with pytest.raises(InputError, match="cannot listen on 192.0.2.1"):
+    with pytest.raises(InputError, match=r"cannot listen on 192\.0\.2\.1"):
         asyncio.run(bind("192.0.2.1", 0))  # an address for documentation

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol
 
-from orchestrator.errors import ComputeError, ContextLengthError, EngineError, LinkcppError, RequestError
+from orchestrator.errors import ContextLengthError, EngineError, LinkcppError, RequestError
 from orchestrator.gateway.generation import Generation
 from orchestrator.gateway.scheduler import Step, next_step, reusable_prefix
 from orchestrator.gateway.sequence import (
@@ -54,8 +54,8 @@ class DecodeSession(Protocol):
     def decode(self, tokens: Listed[int], *, all_logits: bool = False) -> FloatArray:
         """Append tokens and return the logits of the last one as [1, n_vocab]."""
 
-    def truncate(self, position: int) -> None:
-        """Forget all tokens from ``position`` on."""
+    def truncate(self, position: int) -> bool:
+        """Forget all tokens from ``position`` on; False, and nothing forgotten, where the memory cannot be cut."""
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -273,13 +273,9 @@ class Gateway:
             keep = reusable_prefix(self._held, sequence.tokens, can_truncate=self._can_truncate)
         if keep == 0:
             self._session.clear()
-        elif keep < len(self._held):
-            try:
-                self._session.truncate(keep)
-            except ComputeError:
-                # Caches with a sliding window may have dropped what lies before the cut: begin anew.
-                self._session.clear()
-                keep = 0
+        elif keep < len(self._held) and not self._session.truncate(keep):
+            self._session.clear()
+            keep = 0
         del self._held[keep:]
         sequence.decoded = sequence.cached = keep
 
