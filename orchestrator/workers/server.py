@@ -55,6 +55,7 @@ class WorkerServer:
     ) -> None:
         self._service = service
         self._listener = listener
+        self._address = listener.address  # a closed listener has none any more
         self._limits = limits or ServerLimits()
         self._versions = versions
         self._log = log
@@ -66,7 +67,7 @@ class WorkerServer:
     @property
     def address(self) -> str:
         """Where backbones connect to."""
-        return self._listener.address
+        return self._address
 
     @property
     def connections(self) -> int:
