@@ -6,13 +6,16 @@ for a gathering send: nothing is concatenated, and the rows are sent from the me
 
 from __future__ import annotations
 
+import functools
 import struct
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from orchestrator.errors import ProtocolError
-from orchestrator.types import Contract
+from orchestrator.types import Contract, FloatArray
 from orchestrator.wire.control import PULL, PUSH
 from orchestrator.wire.fields import Reader, Writer
 from orchestrator.wire.frame import CONTROL_LIMITS, Header, push_header
@@ -83,17 +86,27 @@ def frame_dispatch(minor: int, sequence: int, encoded: EncodedDispatch) -> Buffe
     return [push_header(minor, MessageType.DISPATCH, sequence, payload), *payload]
 
 
-def push_tail(message: Dispatch) -> bytes:
-    """Encode what stands behind the rows of a dispatch: weights, counts, experts, padding."""
-    n_rows, n_pairs = len(message.counts), len(message.experts)
+def push_tail(weights: FloatArray, counts: npt.NDArray[Any], experts: npt.NDArray[Any]) -> bytes:
+    """Encode what stands behind the rows of a dispatch, from arrays [P], [R] and [P] of any integer type."""
     return b"".join(
         (
-            np.ascontiguousarray(message.weights, dtype=_F32).tobytes(),
-            np.ascontiguousarray(message.counts, dtype=_U16).tobytes(),
-            np.ascontiguousarray(message.experts, dtype=_U16).tobytes(),
-            bytes(2 * (n_rows + n_pairs) % 4),
+            np.ascontiguousarray(weights, dtype=_F32).tobytes(),
+            counts.astype(_U16).tobytes(),
+            experts.astype(_U16).tobytes(),
+            bytes(2 * (len(counts) + len(experts)) % 4),
         )
     )
+
+
+def push_tail_of_one(weights: Sequence[float], experts: Sequence[int]) -> bytes:
+    """Do the same for a single row, from lists: a third of the time that numpy takes for so few values."""
+    n_pairs = len(experts)
+    return _tail_of_one(n_pairs).pack(*weights, n_pairs, *experts)
+
+
+@functools.cache
+def _tail_of_one(n_pairs: int) -> struct.Struct:
+    return struct.Struct(f"<{n_pairs}fH{n_pairs}H" + "2x" * (n_pairs % 2 == 0))
 
 
 def push_dispatch(minor: int, message: Dispatch) -> Buffers:
@@ -108,7 +121,7 @@ def push_dispatch(minor: int, message: Dispatch) -> Buffers:
         len(message.experts),
         length,
         codec_of(message.codec).encode(message.rows),
-        push_tail(message),
+        push_tail(message.weights, message.counts, message.experts),
     )
     return frame_dispatch(minor, message.sequence, encoded)
 
