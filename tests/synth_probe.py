@@ -36,7 +36,7 @@ class Tensor(ctypes.Structure):
 class Probe:
     """One context; every decode starts from an empty cache."""
 
-    def __init__(self, path: str, n_ctx: int = 640, n_ubatch: int = 512) -> None:
+    def __init__(self, path: str, n_ctx: int = 640, n_ubatch: int = 512, embeds: bool = False) -> None:
         self.log: list[str] = []
         self._log = api.llama_log_callback(
             lambda level, text, _: self.log.append(text.decode()) if level >= 4 else None
@@ -58,6 +58,10 @@ class Probe:
         options.n_ubatch = n_ubatch
         options.n_threads = options.n_threads_batch = 1
         options.cb_eval = self._eval
+        self.embeds = embeds
+        if embeds:
+            options.embeddings = True
+            options.pooling_type = 0  # one embedding for each token
         self.context = api.llama_init_from_model(self.model, options)
         if not self.context:
             raise SystemExit("context: " + "".join(self.log)[-400:])
@@ -75,8 +79,8 @@ class Probe:
             self.routed.setdefault(name, []).append(np.stack(rows))
         return wanted if ask else True
 
-    def decode(self, tokens: np.ndarray, encoder: bool = False) -> np.ndarray:
-        """Logits of all positions, [n, n_vocab]."""
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits or embeddings of all positions, [n, width]."""
         memory = api.llama_get_memory(self.context)
         if memory:
             api.llama_memory_clear(memory, True)
@@ -93,12 +97,15 @@ class Probe:
         api.llama_batch_free(batch)
         if status != 0:
             raise SystemExit(f"decode: status {status} " + "".join(self.log)[-400:])
-        rows = api.llama_get_logits(self.context)
-        return np.ctypeslib.as_array(rows, shape=(n, self.n_vocab)).copy()
+        if self.embeds:
+            rows, width = api.llama_get_embeddings(self.context), api.llama_model_n_embd(self.model)
+        else:
+            rows, width = api.llama_get_logits(self.context), self.n_vocab
+        return np.ctypeslib.as_array(rows, shape=(n, width)).copy()
 
 
-def report(path: str) -> dict[str, object]:
-    probe = Probe(path)
+def report(path: str, embeds: bool = False) -> dict[str, object]:
+    probe = Probe(path, embeds=embeds)
     rng = np.random.default_rng(7)
     tokens = rng.integers(3, probe.n_vocab, 33)
     logits = probe.decode(tokens)
@@ -134,4 +141,4 @@ def meta(model: object, suffix: str) -> str:
 
 if __name__ == "__main__":
     assert llama_cpp
-    print(json.dumps(report(sys.argv[1])))
+    print(json.dumps(report(sys.argv[1], embeds="--embeds" in sys.argv)))

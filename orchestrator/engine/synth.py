@@ -2,7 +2,8 @@
 
 The engine itself says which tensors the hyperparameters ask for (:mod:`bindings.synth`); the weights follow from
 the seed (:mod:`orchestrator.engine.synth_weights`). The hyperparameters come from
-:mod:`orchestrator.models.architectures`.
+:mod:`orchestrator.models.architectures` or, with the true shape of a known model, from
+:mod:`orchestrator.models.faithful`.
 """
 
 from __future__ import annotations
@@ -13,40 +14,58 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 import bindings
-from orchestrator.engine.synth_file import PlannedTensor, encode_metadata, write_gguf
-from orchestrator.engine.synth_tokenizer import tokenizer_keys
+from orchestrator.engine.synth_blocks import random_blocks
+from orchestrator.engine.synth_metadata import encode_entries, tokenizer_keys
 from orchestrator.engine.synth_weights import byte_pieces
 from orchestrator.errors import EngineError, InputError, UnknownArchitectureError
-from orchestrator.models.architectures import RECIPES, Dimensions, Recipe, Value
-
-Progress = Callable[[float, float | None, str], None]
+from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS, Recipe
+from orchestrator.models.faithful import FAITHFUL, Faithful
+from orchestrator.models.ggml_types import GgmlType
+from orchestrator.models.gguf_header import DEFAULT_ALIGNMENT
+from orchestrator.models.gguf_writer import PlannedTensor, Progress, write_gguf
+from orchestrator.models.hyperparameters import Dimensions, Value
 
 EXPERT_WEIGHT: Final = re.compile(r"\.ffn_(up|gate|down|gate_up)_(ch)?exps\.weight$")
 """Names of the stacked expert matrices."""
 
+MATRIX_WEIGHT: Final = re.compile(
+    r"(\.(attn_(q|k|v|qkv|gate|output)|ssm_out|ffn_(up|gate|down)(_shexp)?)|^token_embd|^output)\.weight$"
+)
+"""Names of the other matrices that quantised files quantise; never the router."""
+
 _FFN_EXPERTS: Final = re.compile(r"^blk\.(\d+)\.(ffn_gate_inp\b|ffn_\w+_(exps|shexp)\b|exp_probs_b\b)")
 _FFN_DENSE: Final = re.compile(r"^blk\.(\d+)\.ffn_(up|gate|down)\.")
+_FUSED: Final = "ffn_gate_up_exps.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     name: str
-    kind: int
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """All that decides what is written."""
+
+    architecture: str
+    recipe: Recipe
+    dimensions: Dimensions
+    model: Faithful | None
+    seed: int
+    fused: bool
+    scales: bool
 
 
 def architectures() -> tuple[str, ...]:
     """Name the architectures that :func:`synth` can make, in the order of the table."""
-    return tuple(name for name, recipe in RECIPES.items() if recipe.reason is None)
+    return tuple(RECIPES)
 
 
 def synth(
@@ -55,58 +74,78 @@ def synth(
     *,
     seed: int = 0,
     progress: Progress | None = None,
+    like: str | None = None,
+    fused: bool = True,
+    scales: bool = True,
     **overrides: int,
 ) -> None:
     """Write a random-weight model of an architecture, the same bytes for the same arguments.
 
-    ``overrides`` replace fields of :class:`orchestrator.models.architectures.Dimensions`. Raises
+    ``like`` takes the shape of a known model (:data:`orchestrator.models.faithful.FAITHFUL`); the architecture
+    must be that model's. ``overrides`` replace fields of
+    :class:`orchestrator.models.hyperparameters.Dimensions`. ``fused`` keeps gate and up matrices in one tensor
+    where the architecture can; ``scales`` keeps the optional scale tensors. Raises
     :class:`UnknownArchitectureError`, :class:`InputError` for impossible sizes, :class:`EngineError` where the
     engine refuses the hyperparameters.
     """
+    model = None if like is None else _faithful(like, architecture)
     recipe = _recipe(architecture)
-    dimensions = _dimensions(recipe, overrides)
-    metadata = _metadata(architecture, recipe, dimensions)
-    shapes = _wanted(_ask_engine(metadata), recipe, dimensions)
-    tensors = [_plan(shape, seed) for shape in shapes]
+    start = recipe.dimensions if model is None else model.dimensions
+    order = _Order(architecture, recipe, _sized(start, overrides), model, seed, fused, scales)
+    metadata = _metadata(order)
+    shapes = list(_wanted(_ask_engine(metadata), order))
+    tensors = [_plan(shape, order) for shape in shapes]
     destination.parent.mkdir(parents=True, exist_ok=True)
-    write_gguf(destination, encode_metadata(metadata), len(metadata), tensors, progress)
+    write_gguf(destination, encode_entries(metadata), tensors, alignment=DEFAULT_ALIGNMENT, progress=progress)
 
 
 def _recipe(architecture: str) -> Recipe:
+    if architecture in WITHOUT_EXPERTS:
+        raise InputError(f"{architecture} has no experts: {WITHOUT_EXPERTS[architecture]}")
     recipe = RECIPES.get(architecture)
     if recipe is None:
-        raise UnknownArchitectureError(
-            f"no recipe for architecture {architecture!r}", hint=f"known: {', '.join(architectures())}"
-        )
-    if recipe.reason is not None:
-        raise InputError(f"{architecture} cannot be made from metadata: {recipe.reason}")
+        known = ", ".join(architectures())
+        raise UnknownArchitectureError(f"no recipe for architecture {architecture!r}", hint=f"known: {known}")
     return recipe
 
 
-def _dimensions(recipe: Recipe, overrides: Mapping[str, int]) -> Dimensions:
+def _faithful(like: str, architecture: str) -> Faithful:
+    model = FAITHFUL.get(like)
+    if model is None:
+        raise InputError(f"no shape of a model {like!r}", hint=f"known: {', '.join(FAITHFUL)}")
+    if model.architecture != architecture:
+        raise InputError(f"{like} is of architecture {model.architecture}, not {architecture}")
+    return model
+
+
+def _sized(start: Dimensions, overrides: Mapping[str, int]) -> Dimensions:
     known = {field.name for field in dataclasses.fields(Dimensions)}
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise InputError(f"unknown size {unknown[0]!r}", hint=f"known: {', '.join(sorted(known))}")
-    return dataclasses.replace(recipe.dimensions, **overrides)
+    return dataclasses.replace(start, **overrides)
 
 
-def _metadata(architecture: str, recipe: Recipe, dimensions: Dimensions) -> dict[str, Value]:
+def _metadata(order: _Order) -> dict[str, Value]:
+    like = "" if order.model is None else f" like {order.model.name}"
     metadata: dict[str, Value] = {
-        "general.architecture": architecture,
-        "general.name": f"synthetic {architecture}",
+        "general.architecture": order.architecture,
+        "general.name": f"synthetic {order.architecture}{like}",
     }
-    for key, value in recipe.keys(dimensions).items():
+    keys = dict(order.recipe.keys(order.dimensions))
+    if order.model is not None:
+        keys |= order.model.keys(order.dimensions)
+    for key, value in keys.items():
         plain = key.startswith(("general.", "tokenizer."))
-        metadata[key if plain else f"{architecture}.{key}"] = value
-    return dict(tokenizer_keys(dimensions.n_vocab)) | metadata
+        metadata[key if plain else f"{order.architecture}.{key}"] = value
+    return dict(tokenizer_keys(order.dimensions.n_vocab)) | metadata
 
 
-def _ask_engine(metadata: Mapping[str, Value], typed: Sequence[PlannedTensor] = ()) -> tuple[_Shape, ...]:
+def _ask_engine(metadata: Mapping[str, Value]) -> tuple[_Shape, ...]:
     """Ask the engine, in a process of its own: a failed assertion there must not end this one."""
     with tempfile.TemporaryDirectory(prefix="linkcpp-synth-") as folder:
         path = Path(folder) / "metadata.gguf"
-        write_gguf(path, encode_metadata(metadata), len(metadata), typed)
+        write_gguf(path, encode_entries(metadata), (), alignment=DEFAULT_ALIGNMENT)
         command = [sys.executable, "-m", "bindings.synth", str(path)]
         # the working folder comes first on the child's module path, wherever the packages were installed
         root = Path(bindings.__file__).parents[1]
@@ -117,21 +156,39 @@ def _ask_engine(metadata: Mapping[str, Value], typed: Sequence[PlannedTensor] = 
         said = (telling or lines or [f"exit status {answer.returncode}"])[0]
         raise EngineError(f"the engine refuses these hyperparameters: {said}")
     rows = (json.loads(line) for line in answer.stdout.splitlines())
-    return tuple(_Shape(str(name), int(kind), tuple(int(n) for n in shape)) for name, kind, shape in rows)
+    return tuple(_Shape(str(name), tuple(int(length) for length in shape)) for name, _, shape in rows)
 
 
-def _wanted(shapes: Sequence[_Shape], recipe: Recipe, dimensions: Dimensions) -> Iterator[_Shape]:
-    """Leave out what real files of the architecture do not have."""
+def _wanted(shapes: Sequence[_Shape], order: _Order) -> Iterator[_Shape]:
+    """Leave out what real files of the architecture do not have: the engine names every optional tensor."""
+    n_lead = order.dimensions.n_lead
     for shape in shapes:
-        if recipe.either_ffn:
+        if order.recipe.either_ffn:
             experts, dense = _FFN_EXPERTS.match(shape.name), _FFN_DENSE.match(shape.name)
-            if (experts and int(experts[1]) < dimensions.n_lead) or (dense and int(dense[1]) >= dimensions.n_lead):
+            if (experts and int(experts[1]) < n_lead) or (dense and int(dense[1]) >= n_lead):
                 continue
+        if not order.scales and shape.name.endswith(".scale"):
+            continue
+        if not order.fused and shape.name.endswith(_FUSED):
+            row, width, *rest = shape.shape
+            for half in ("gate", "up"):
+                name = shape.name.replace("gate_up", half)
+                yield _Shape(name, (row, width // 2, *rest))
+            continue
         yield shape
 
 
-def _plan(shape: _Shape, seed: int) -> PlannedTensor:
-    def produce() -> Iterator[npt.NDArray[np.uint8]]:
-        return byte_pieces(seed, shape.name, shape.shape)
-
-    return PlannedTensor(shape.name, shape.kind, shape.shape, 4 * int(np.prod(shape.shape)), produce)
+def _plan(shape: _Shape, order: _Order) -> PlannedTensor:
+    kind = GgmlType.F32
+    if order.model is not None:
+        if EXPERT_WEIGHT.search(shape.name):
+            kind = order.model.expert_type
+        elif MATRIX_WEIGHT.search(shape.name):
+            kind = order.model.matrix_type
+    if kind in (GgmlType.F32, GgmlType.F16):
+        return PlannedTensor(
+            shape.name, kind, shape.shape, lambda: byte_pieces(order.seed, shape.name, shape.shape, kind)
+        )
+    return PlannedTensor(
+        shape.name, kind, shape.shape, lambda: random_blocks(order.seed, shape.name, kind, shape.shape)
+    )

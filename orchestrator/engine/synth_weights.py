@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from orchestrator.models.ggml_types import GgmlType
 from orchestrator.types import FloatArray
 
 _PIECE: Final = 1 << 20  # values per piece; even, so that the stream does not depend on it
@@ -40,7 +40,8 @@ _RULES: Final[tuple[tuple[str, Spread], ...]] = (
     (r"(\.scale|_scale(\.weight)?)$", Spread(1.0, 0.05)),
     (r"rope_(freqs|factors)", Spread(1.2, 0.1, sign=1)),
     (r"norm", Spread(1.0, 0.1)),
-    (r"^(token_embd|token_types|position_embd)\.", Spread(0.0, 0.5)),
+    (r"^token_types\.", Spread(0.0, 0.05)),  # the same row for all tokens: must not drown what tells them apart
+    (r"^(token_embd|position_embd)\.", Spread(0.0, 0.5)),
 )
 
 
@@ -76,7 +77,8 @@ def float_pieces(seed: int, name: str, shape: tuple[int, ...]) -> Iterator[Float
         remaining -= count
 
 
-def byte_pieces(seed: int, name: str, shape: tuple[int, ...]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the same values as bytes, little-endian F32."""
+def byte_pieces(seed: int, name: str, shape: tuple[int, ...], kind: GgmlType = GgmlType.F32) -> Iterator[memoryview]:
+    """Yield the same values as little-endian bytes of F32 or F16."""
+    number = "<f2" if kind is GgmlType.F16 else "<f4"
     for values in float_pieces(seed, name, shape):
-        yield values.astype("<f4").view(np.uint8)
+        yield memoryview(values.astype(number).tobytes())
