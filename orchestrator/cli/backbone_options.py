@@ -1,0 +1,135 @@
+"""The options by which `serve` and `chat` open a model, alone or over workers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.errors import ChatTemplateError, InputError
+from orchestrator.gateway.template import ChatTemplate, missing_template
+from orchestrator.transport.base import parse_address
+from orchestrator.types import Contract
+
+if TYPE_CHECKING:
+    from orchestrator.engine.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneOptions:
+    """How to open a model; ``local_workers`` are started on this machine, ``addresses`` are there already."""
+
+    local_workers: int
+    addresses: tuple[str, ...]
+    contract: Contract
+    n_ctx: int | None
+    threads: int | None
+    batch_invariant: bool
+    timeout: float
+    template_file: Path | None
+
+    @property
+    def has_workers(self) -> bool:
+        """Tell whether the experts are computed by other processes."""
+        return bool(self.local_workers or self.addresses)
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of this process: all cores, or half of them where local workers need the others."""
+        cores = os.cpu_count() or 1
+        return self.threads or max(1, cores // 2 if self.local_workers else cores)
+
+    def template(self, model: Model) -> ChatTemplate | ChatTemplateError:
+        """Return the chat template to use, or the error that says why there is none.
+
+        Raises :class:`ChatTemplateError` for a template that is there but broken.
+        """
+        source = model.chat_template if self.template_file is None else _read(self.template_file)
+        if source is None:
+            return missing_template()
+        bos = model.piece(model.bos, special=True) if model.bos >= 0 else b""
+        eos = model.piece(model.eos, special=True) if model.eos >= 0 else b""
+        return ChatTemplate(source, bos=bos.decode(errors="replace"), eos=eos.decode(errors="replace"))
+
+
+_OPTIONS = (
+    click.option("--workers", type=click.IntRange(1, 64), default=None, help="Start so many workers here."),
+    click.option(
+        "--worker", "addresses", multiple=True, metavar="HOST:PORT", help="Use a running worker; may be repeated."
+    ),
+    click.option(
+        "--contract",
+        type=click.Choice([contract.value for contract in Contract]),
+        default=Contract.EXACT.value,
+        help="What the workers return.",
+    ),
+    click.option(
+        "--ctx", "n_ctx", type=click.IntRange(min=1), default=None, help="Tokens of context. [default: at most 4096]"
+    ),
+    click.option(
+        "--threads", type=click.IntRange(1, 1024), default=None, help="Threads of this process. [default: the cores]"
+    ),
+    click.option(
+        "--no-batch-invariant",
+        is_flag=True,
+        help="Prefill faster; a token's logits then depend on how the prompt was cut.",
+    ),
+    click.option("--timeout", type=click.FloatRange(0.1), default=60.0, help="Longest wait for a worker in seconds."),
+    click.option(
+        "--chat-template",
+        "template_file",
+        type=click.Path(path_type=Path),
+        default=None,
+        metavar="FILE",
+        help="Use this Jinja template instead of the model's.",
+    ),
+)
+
+
+def backbone_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options to a command, which gets them as one argument ``options``."""
+
+    @functools.wraps(function)
+    def gather(
+        *args: Any,
+        workers: int | None,
+        addresses: tuple[str, ...],
+        contract: str,
+        n_ctx: int | None,
+        threads: int | None,
+        no_batch_invariant: bool,
+        timeout: float,
+        template_file: Path | None,
+        **others: Any,
+    ) -> None:
+        if workers and addresses:
+            raise click.UsageError("--workers starts workers here, --worker names running ones: use one of them")
+        options = BackboneOptions(
+            local_workers=workers or 0,
+            addresses=tuple(str(parse_address(address)) for address in addresses),
+            contract=Contract(contract),
+            n_ctx=n_ctx,
+            threads=threads,
+            batch_invariant=not no_batch_invariant,
+            timeout=timeout,
+            template_file=template_file,
+        )
+        function(*args, options=options, **others)
+
+    command: Callable[..., None] = gather
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"cannot read the chat template {path}: {reason}") from error
