@@ -1,11 +1,14 @@
 """The queue of patches over upstream's source: ``patches/series`` names them in order, one a line.
 
-Patches must apply to the pinned source exactly: `git apply` takes no fuzz, and applies all or nothing. That
-also makes a second run harmless, because a tree with the whole queue applied is recognised by reversing it.
+Patches must apply to the pinned source exactly, and `git apply` takes no fuzz. The queue is tried on copies of
+the files that it touches, one patch after the other, so that a tree has all of it or nothing. A second run is
+harmless: a tree with the whole queue applied is recognised by taking the patches back, last first.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,30 +48,54 @@ def apply(tree: Path, patches: Sequence[Path], run: Runner, environment: Mapping
     """
     if not patches:
         return False
-    if _git_apply(tree, patches[::-1], run, environment, "--reverse", "--check") is None:
-        return False
-    reason = _git_apply(tree, patches, run, environment)
-    if reason is None:
-        return True
-    for count in range(1, len(patches) + 1):
-        first = _git_apply(tree, patches[:count], run, environment, "--check")
-        if first is not None:
-            raise BuildError(
-                f"{patches[count - 1].name} does not apply to the pinned source: {first}",
-                hint="the patch or patches/UPSTREAM was changed; refresh the patch against the pinned source",
-            )
-    raise BuildError(f"the patches do not apply: {reason}")
+    touched = sorted({path for patch in patches for path in touched_files(patch, run, environment)})
+    with tempfile.TemporaryDirectory(prefix="linkcpp-patches-") as temporary:
+        backwards, forwards = Path(temporary) / "backwards", Path(temporary) / "forwards"
+        for scratch in (backwards, forwards):
+            _copy(touched, tree, scratch)
+        if all(_git_apply(backwards, patch, run, environment, "--reverse") is None for patch in reversed(patches)):
+            return False
+        for patch in patches:
+            reason = _git_apply(forwards, patch, run, environment)
+            if reason is not None:
+                raise BuildError(
+                    f"{patch.name} does not apply to the pinned source: {reason}",
+                    hint="the patch or patches/UPSTREAM was changed; refresh the patch against the pinned source",
+                )
+        _copy(touched, forwards, tree)
+    return True
 
 
-def _git_apply(
-    tree: Path, patches: Sequence[Path], run: Runner, environment: Mapping[str, str], *options: str
-) -> str | None:
-    """Return None if git took the patches, else its first complaint."""
-    # A repository around the tree would make git look for the files there.
-    quiet = {**environment, "GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "LC_ALL": "C"}
-    command = ["git", "apply", "--whitespace=nowarn", *options, *(str(patch.resolve()) for patch in patches)]
-    code, lines = output_of(run, command, folder=tree, environment=quiet)
+def touched_files(patch: Path, run: Runner, environment: Mapping[str, str]) -> list[str]:
+    """Return the files that a patch changes; raise :class:`BuildError` if it is not a patch."""
+    command = ["git", "apply", "--numstat", str(patch.resolve())]
+    code, lines = output_of(
+        run, command, folder=patch.parent, environment=_outside_repositories(patch.parent, environment)
+    )
+    rows = [line.split("\t") for line in lines]
+    if code != 0 or not rows or any(len(row) != 3 for row in rows):
+        raise BuildError(f"{patch.name} is not a patch: {(lines or ['it is empty'])[0].removeprefix('error: ')}")
+    return [row[2] for row in rows]
+
+
+def _copy(names: Sequence[str], source: Path, destination: Path) -> None:
+    destination.mkdir(exist_ok=True)
+    for name in names:
+        if (source / name).is_file():
+            (destination / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, destination / name)
+
+
+def _git_apply(folder: Path, patch: Path, run: Runner, environment: Mapping[str, str], *options: str) -> str | None:
+    """Return None if git took the patch, else its first complaint."""
+    command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.resolve())]
+    code, lines = output_of(run, command, folder=folder, environment=_outside_repositories(folder, environment))
     if code == 0:
         return None
     complaints = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (complaints or lines or ["git apply failed"])[0]
+
+
+def _outside_repositories(folder: Path, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Keep git from taking a repository around ``folder`` for the place that the patch is meant for."""
+    return {**environment, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "LC_ALL": "C"}
