@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from orchestrator.cli.app import Terminal
 from orchestrator.errors import ChatTemplateError, InputError
 from orchestrator.gateway.template import ChatTemplate, missing_template
 from orchestrator.transport.base import parse_address
 from orchestrator.types import Contract
 
+# The engine and the workers are imported where they are used: `chat --url` needs neither.
 if TYPE_CHECKING:
     from orchestrator.engine.model import Model
+    from orchestrator.gateway.backbone import Backbone
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,33 @@ def backbone_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def start_workers(terminal: Terminal, stack: ExitStack, path: Path, options: BackboneOptions) -> tuple[str, ...]:
+    """Start the local workers for as long as the stack is open; return the addresses of all workers to use."""
+    if not options.local_workers:
+        return options.addresses
+    from orchestrator.workers.local import LocalWorkers
+
+    with terminal.progress("workers"):
+        return tuple(stack.enter_context(LocalWorkers(path, options.local_workers)).addresses)
+
+
+def open_model(terminal: Terminal, path: Path, addresses: Sequence[str], options: BackboneOptions) -> Backbone:
+    """Load the model, without its experts where there are workers; the caller closes it."""
+    from orchestrator.gateway.backbone import open_backbone
+
+    with terminal.progress("model") as progress:
+        return open_backbone(
+            path,
+            addresses,
+            contract=options.contract,
+            n_ctx=options.n_ctx,
+            n_threads=options.n_threads,
+            batch_invariant=options.batch_invariant,
+            timeout=options.timeout,
+            progress=lambda share: progress(share, 1.0),
+        )
 
 
 def _read(path: Path) -> str:

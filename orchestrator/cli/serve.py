@@ -1,0 +1,178 @@
+"""`linkcpp serve`: answer OpenAI-style requests with a model over workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from orchestrator.api.app import Endpoint, ServedModel
+from orchestrator.api.listen import listening
+from orchestrator.api.schema import ModelNames
+from orchestrator.cli.app import Terminal
+from orchestrator.cli.backbone_options import BackboneOptions, backbone_options, open_model, start_workers
+from orchestrator.errors import ChatTemplateError
+from orchestrator.gateway.report import FleetReport
+from orchestrator.models.catalog import resolve_model
+from orchestrator.onboarding.records import require
+from orchestrator.transport.base import HostPort, parse_address
+from orchestrator.types import format_ranges
+
+if TYPE_CHECKING:
+    from orchestrator.dispatch.exchange import Measurement
+    from orchestrator.gateway.backbone import Backbone
+    from orchestrator.gateway.gateway import Gateway
+
+COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per expert", "round trip")
+
+
+@click.command("serve")
+@click.argument("model")
+@click.option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Where to answer; port 0 takes any.")
+@click.option("--unverified", is_flag=True, help="Serve a model that has not passed the gate.")
+@click.option("--json", "as_json", is_flag=True, help="When ready, print one line of JSON instead of a table.")
+@backbone_options
+@click.pass_obj
+def command(
+    terminal: Terminal, model: str, listen: str, unverified: bool, as_json: bool, options: BackboneOptions
+) -> None:
+    """Answer OpenAI-style requests with MODEL (a name or a GGUF file), over workers or in this process.
+
+    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /status. Ends on Ctrl-C or SIGTERM.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    address = parse_address(listen)
+    path = resolve_model(model)
+    verified = None if unverified else require(path, options.contract)
+    # Where the gate found that logits depend on how tokens are grouped, a reused prefix would change an answer.
+    reuse_prefix = verified is None or verified.invariance.one is not False
+    if not address.is_loopback:
+        terminal.error(f"warning: {address} answers anyone who can reach it, without encryption")
+    server = _Server(terminal, path, _names(model, path), options, reuse_prefix=reuse_prefix, as_json=as_json)
+    asyncio.run(server.run(address))
+
+
+class _Server:
+    """One run of the server, from binding the address to the last goodbye."""
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        path: Path,
+        names: ModelNames,
+        options: BackboneOptions,
+        *,
+        reuse_prefix: bool,
+        as_json: bool,
+    ) -> None:
+        self._terminal = terminal
+        self._path = path
+        self._options = options
+        self._reuse_prefix = reuse_prefix
+        self._as_json = as_json
+        self._endpoint = Endpoint(names)
+        self._stop = asyncio.Event()
+
+    async def run(self, address: HostPort) -> None:
+        """Bind, load, answer until a signal comes, and end in order."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        # Bound before the model is loaded: a port in use is known at once, and clients are told to wait.
+        async with listening(self._endpoint, address) as bound:
+            with ExitStack() as workers:
+                backbone = await self._load(workers)
+                gateway = backbone.gateway(reuse_prefix=self._reuse_prefix)
+                try:
+                    await asyncio.to_thread(self._open, backbone, gateway, bound)
+                    await self._stop.wait()
+                finally:
+                    self._endpoint.served = None
+                    self._endpoint.problem = "the server is shutting down"
+                    await asyncio.to_thread(backbone.close, gateway)
+
+    async def _load(self, workers: ExitStack) -> Backbone:
+        """Start the workers and load the model; a signal ends the process at once."""
+        loading = asyncio.ensure_future(asyncio.to_thread(self._start_and_open, workers))
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            # The engine cannot be interrupted while it reads weights, and nothing needs saving yet.
+            workers.close()
+            sys.stdout.flush()
+            os._exit(0)
+        stopping.cancel()
+        return loading.result()
+
+    def _start_and_open(self, workers: ExitStack) -> Backbone:
+        addresses = start_workers(self._terminal, workers, self._path, self._options)
+        return open_model(self._terminal, self._path, addresses, self._options)
+
+    def _open(self, backbone: Backbone, gateway: Gateway, bound: HostPort) -> None:
+        """Begin to answer, and say so."""
+        template = self._options.template(backbone.model)
+        if isinstance(template, ChatTemplateError):
+            self._terminal.error(f"warning: {template}")
+            self._terminal.error(f"hint: {template.hint}")
+        dispatcher = backbone.dispatcher
+        measurements = () if dispatcher is None else dispatcher.measure()
+        gateway.start()
+        report = FleetReport(
+            model=self._endpoint.names.name,
+            contract=backbone.contract.value,
+            engine=backbone.identity.build,
+            state=gateway.state,
+            statistics=None if dispatcher is None else dispatcher.statistics,
+            now=time.monotonic,
+            wall=time.time,
+        )
+        served = ServedModel(gateway, backbone.model, template, report, backbone.identity.build)
+        self._say_ready(report, measurements, bound)
+        self._endpoint.served = served
+
+    def _say_ready(self, report: FleetReport, measurements: Sequence[Measurement], bound: HostPort) -> None:
+        url = f"http://{bound}"
+        snapshot = report.snapshot()
+        if self._as_json:
+            ready = {"url": url, "pid": os.getpid(), **snapshot.to_json()}
+            self._terminal.print(json.dumps(ready))
+            return
+        if snapshot.workers:
+            measured = {measurement.address: measurement for measurement in measurements}
+            rows = []
+            for worker in snapshot.workers:
+                figures = measured.get(worker.address)
+                rows.append(
+                    (
+                        worker.name,
+                        worker.address,
+                        str(worker.pid or ""),
+                        format_ranges(worker.layers),
+                        format_ranges(worker.experts),
+                        "" if figures is None else f"{figures.ms_at_1:.3f}",
+                        "" if figures is None else f"{figures.round_trip_ms:.2f} ms",
+                    )
+                )
+            self._terminal.table("workers", COLUMNS, rows)
+        else:
+            self._terminal.print("no workers: this process computes the experts itself")
+        name = self._endpoint.names.name
+        question = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+        self._terminal.print(f"serving {name} at {url}/v1 (contract {snapshot.contract})")
+        self._terminal.print(f"try: curl {url}/v1/chat/completions -d '{question}'")
+
+
+def _names(model: str, path: Path) -> ModelNames:
+    """Name the served model: as the user wrote it if that is a name, else by its file; both are understood."""
+    is_path = os.sep in model or model.endswith(".gguf")
+    return ModelNames(path.stem if is_path else model, model, path.name, path.stem)
