@@ -125,7 +125,7 @@ def test_an_unknown_name_suggests_the_nearest(path):
     assert raised.value.hint == "did you mean made?"
     with pytest.raises(InputError) as raised:
         resolve_model("qqqqqqqq")
-    assert raised.value.hint == "known: base, made"
+    assert raised.value.hint == "known: base, made; a file is named by its path"
 
 
 def test_names_and_paths_are_resolved(path, tmp_path, monkeypatch):

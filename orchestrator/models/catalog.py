@@ -99,7 +99,8 @@ class Catalog:
         """Return a row; raise :class:`InputError` with the nearest names otherwise."""
         if name not in self.rows:
             near = difflib.get_close_matches(name, self.rows, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(self.rows) or 'none'}"
+            known = f"known: {', '.join(self.rows) or 'none'}; a file is named by its path"
+            hint = f"did you mean {near[0]}?" if near else known
             raise InputError(f"no model {name!r} in {self.path}", hint=hint)
         return self.rows[name]
 

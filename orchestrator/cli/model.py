@@ -1,0 +1,181 @@
+"""`linkcpp model`: get, list, inspect and make models."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.app import Terminal
+from orchestrator.errors import InputError
+from orchestrator.models.catalog import Catalog, UpcycleSource, resolve_model
+from orchestrator.models.gguf import GgufFile
+from orchestrator.models.hyperparameters import Dimensions
+from orchestrator.models.inspection import Inspection, size_text
+from orchestrator.models.slices import write_backbone_slice
+from orchestrator.models.sources import get_model
+from orchestrator.models.upcycle import upcycle as write_upcycled
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
+_OUTPUT = click.option(
+    "-o", "--output", "output", required=True, type=click.Path(path_type=Path), metavar="FILE", help="File to write."
+)
+
+
+@click.group(name="model")
+def command() -> None:
+    """Get, make and inspect models."""
+
+
+@command.command(short_help="Fetch or make a model of the catalogue.")
+@click.argument("name")
+@_JSON
+@click.pass_obj
+def get(terminal: Terminal, name: str, as_json: bool) -> None:
+    """Fetch or make the model NAME of the catalogue; nothing is done where it is there already."""
+    with terminal.progress(f"getting {name}") as progress:
+        path = get_model(name, progress=progress)
+    if as_json:
+        terminal.json({"name": name, "path": str(path), "bytes": path.stat().st_size})
+        return
+    terminal.print(f"{name} is there ({size_text(path.stat().st_size)}): {path}")
+
+
+@command.command("list", short_help="Show the catalogue.")
+@_JSON
+@click.pass_obj
+def list_models(terminal: Terminal, as_json: bool) -> None:
+    """Show the models that can be named, and which of them are on this machine."""
+    catalog = Catalog.load()
+    if as_json:
+        terminal.json(
+            [
+                {
+                    "name": row.name,
+                    "title": row.title,
+                    "license": row.license,
+                    "bytes": row.size,
+                    "sha256": row.sha256,
+                    "present": row.is_present,
+                    "path": str(row.path),
+                    "made_from": row.source.base if isinstance(row.source, UpcycleSource) else None,
+                    "gate": dict(row.gate),
+                }
+                for row in catalog.rows.values()
+            ]
+        )
+        return
+    terminal.table(
+        "models",
+        ("name", "here", "size", "license", "what it is"),
+        [
+            (row.name, "yes" if row.is_present else "no", size_text(row.size), row.license, row.title)
+            for row in catalog.rows.values()
+        ],
+    )
+
+
+@command.command(short_help="Say what a GGUF holds.")
+@click.argument("model")
+@click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor too.")
+@_JSON
+@click.pass_obj
+def inspect(terminal: Terminal, model: str, with_tensors: bool, as_json: bool) -> None:
+    """Say what MODEL (a GGUF file or a name of the catalogue) holds, without reading its weights."""
+    file = GgufFile.open(resolve_model(model))
+    inspection = Inspection.of(file)
+    listing = [
+        (shape.name, shape.type.name, list(shape.shape), shape.name in file.tensors)
+        for shape in file.manifest.values()
+    ]
+    if as_json:
+        facts = inspection.to_json()
+        if with_tensors:
+            facts["tensor_list"] = [
+                {"name": name, "type": kind, "shape": shape, "present": present}
+                for name, kind, shape, present in listing
+            ]
+        terminal.json(facts)
+        return
+    terminal.table(str(file.path), ("property", "value"), inspection.rows())
+    if with_tensors:
+        rows = [
+            (name, kind, " x ".join(map(str, shape)), "yes" if present else "no")
+            for name, kind, shape, present in listing
+        ]
+        terminal.table("tensors", ("name", "type", "shape", "in the file"), rows)
+
+
+@command.command(short_help="Turn a dense model into experts without training.")
+@click.argument("dense")
+@_OUTPUT
+@click.option("--shards", type=click.IntRange(1), default=8, show_default=True, help="Experts used per token.")
+@click.option("--copies", type=click.IntRange(1), default=2, show_default=True, help="Copies of each shard.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the router.")
+@click.pass_obj
+def upcycle(terminal: Terminal, dense: str, output: Path, shards: int, copies: int, seed: int) -> None:
+    """Turn the llama-like DENSE model (a GGUF file or a name) into a MoE model that computes the same function."""
+    with terminal.progress("making experts") as progress:
+        size = write_upcycled(resolve_model(dense), output, shards, copies, seed, progress)
+    terminal.print(f"wrote {output} ({size_text(size)}): {shards * copies} experts per layer, top-{shards}")
+
+
+@command.command("slice", short_help="Write a model without its experts.")
+@click.argument("model")
+@_OUTPUT
+@click.option("--without-experts", is_flag=True, required=True, help="Leave out all routed experts.")
+@click.pass_obj
+def slice_model(terminal: Terminal, model: str, output: Path, without_experts: bool) -> None:
+    """Write what the first machine needs of MODEL when others hold its experts."""
+    file = GgufFile.open(resolve_model(model))
+    file.require_moe()
+    with terminal.progress("writing") as progress:
+        size = write_backbone_slice(file, output, progress=progress)
+    terminal.print(f"wrote {output} ({size_text(size)} of {size_text(file.n_bytes)}), without routed experts")
+
+
+@command.command(short_help="Make a small model with random weights.")
+@click.argument("architecture", required=False)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="File to write.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the weights.")
+@click.option("--like", metavar="NAME", help="Take the true shape of a known model.")
+@click.option("--set", "sizes", multiple=True, metavar="SIZE=N", help="Another size, as in n_layer=2; repeatable.")
+@click.option("--list", "list_only", is_flag=True, help="List the architectures and stop.")
+@click.pass_obj
+def synth(
+    terminal: Terminal,
+    architecture: str | None,
+    output: Path | None,
+    seed: int,
+    like: str | None,
+    sizes: tuple[str, ...],
+    list_only: bool,
+) -> None:
+    """Make a small model of ARCHITECTURE with random weights, for trying and measuring."""
+    from orchestrator.engine import synth as synthetic  # loads the engine, which the other commands do not need
+
+    if list_only:
+        for name in synthetic.architectures():
+            terminal.print(name)
+        return
+    if architecture is None or output is None:
+        raise click.UsageError("an ARCHITECTURE and --output FILE are needed (or --list)")
+    if output.is_dir():
+        raise InputError(f"{output} is a folder", hint="name the file to write")
+    with terminal.progress(f"making {architecture}") as progress:
+        synthetic.synth(architecture, output, seed=seed, progress=progress, like=like, **_sizes(sizes))
+    terminal.print(f"wrote {output} ({size_text(output.stat().st_size)})")
+
+
+def _sizes(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Parse NAME=N pairs; Any because they become keyword arguments beside those of other types."""
+    known = [field.name for field in dataclasses.fields(Dimensions)]
+    sizes = {}
+    for pair in pairs:
+        name, _, number = pair.partition("=")
+        if name not in known or not number.isdecimal():
+            raise InputError(f"--set {pair!r} is not SIZE=N", hint=f"sizes: {', '.join(known)}")
+        sizes[name] = int(number)
+    return sizes
