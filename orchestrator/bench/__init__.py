@@ -1,1 +1,1 @@
-"""."""
+"""What `linkcpp bench` measures, and its reports."""

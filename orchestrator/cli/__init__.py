@@ -1,1 +1,1 @@
-"""."""
+"""One thin file per command; `app` finds them and owns the terminal."""

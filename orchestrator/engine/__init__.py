@@ -1,1 +1,1 @@
-"""."""
+"""One llama.cpp context each; the only importer of `bindings`."""

@@ -1,1 +1,1 @@
-"""."""
+"""GGUF files: read, sliced, upcycled, hashed, fetched and known by name."""

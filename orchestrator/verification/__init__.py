@@ -1,1 +1,1 @@
-"""."""
+"""Compares logits with the oracle's and judges them; pure functions."""
