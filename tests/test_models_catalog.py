@@ -142,6 +142,8 @@ def test_names_and_paths_are_resolved(path, tmp_path, monkeypatch):
         resolve_model("missing.gguf")
     with pytest.raises(ModelFileError, match="no such file"):
         resolve_model(tmp_path / "folder" / "missing")
+    with pytest.raises(ModelFileError, match="too long"):
+        resolve_model("n" * 5000)
     (tmp_path / "here").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     assert resolve_model("here") == Path("here")

@@ -149,12 +149,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
     Raise :class:`ModelFileError` for a known model that was not got yet and for a path where there is nothing.
     """
     text = str(name_or_path)
-    looks_like_path = os.sep in text or text.endswith(".gguf")
-    if looks_like_path or Path(text).exists():
-        path = Path(text)
-        if not path.exists():
-            raise ModelFileError(f"no such file: {path}")
+    path = Path(text)
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
+    if exists:
         return path
+    if os.sep in text or text.endswith(".gguf"):
+        raise ModelFileError(f"no such file: {path}")
     row = Catalog.load().row(text)
     if not row.is_present:
         raise ModelFileError(f"{row.name} is not on this machine yet", hint=f"run `linkcpp model get {row.name}`")
