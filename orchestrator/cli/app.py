@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -117,7 +118,7 @@ class Terminal:
 
 
 class _SparseProgress:
-    """Progress as lines: the first call, each further tenth, the end, and a sign of life each half minute."""
+    """Progress as lines: each further tenth or kind of note, and a sign of life each half minute."""
 
     SILENCE = 30.0
 
@@ -126,12 +127,16 @@ class _SparseProgress:
         self._write = write
         self._now = now
         self._tenth = -1
+        self._kind = ""
         self._last = float("-inf")
 
     def __call__(self, done: float, total: float | None, note: str = "") -> None:
         tenth = int(10 * done / total) if total else 0
-        if tenth <= self._tenth and self._now() - self._last < self.SILENCE:
+        kind = "" if total else re.sub(r"\d+", "", note)  # a count in the note is no news
+        news = tenth > self._tenth or kind != self._kind
+        if not news and self._now() - self._last < self.SILENCE:
             return
+        self._kind = kind
         self._tenth = max(tenth, self._tenth)
         self._last = self._now()
         share = f" {100 * done / total:.0f} %" if total else ""
