@@ -89,6 +89,7 @@ class FakeWorker:
         self.described: list[tuple[int, int]] = []
         self.requests: list[Dispatch] = []
         self.goodbyes: list[str] = []
+        self.pongs: list[Pong] = []
         self.errors: list[str] = []
         self.links: list[Link] = []
         self.connections = 0
@@ -149,6 +150,9 @@ class FakeWorker:
             return Measured(message.sequence, ms_at_1=0.5, ms_at_32=2.0)
         if isinstance(message, Ping):
             return Pong(message.sequence, message.nonce)
+        if isinstance(message, Pong):
+            self.pongs.append(message)
+            return None
         raise AssertionError(f"unexpected {message}")
 
     def welcome(self, hello: Hello) -> Welcome | Refuse:
