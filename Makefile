@@ -2,6 +2,7 @@
 # make test     set everything up and run the tests
 # make lint     check format, style and types
 # make bench    measure what the distribution costs
+# make docs     write docs/cli.md from the commands
 # make setup    .venv with the `linkcpp` command and the patched engine in it; the others do it first
 # make test-all the slow tests too, and the engine against an unpatched build
 # make clean    remove .venv and all that was made here; the built engine stays in the user's cache folder
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/linkcpp-installed
 LOG := $(VENV)/setup.log
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine demo test test-all lint bench clean
+.PHONY: help setup engine demo test test-all lint bench docs clean
 
 help:
 	@sed -n 's/^# \(make [a-z-]*\) */\1\t/p' Makefile
@@ -64,6 +65,9 @@ lint: setup
 bench: setup
 	@$(BIN)/linkcpp bench dispatch
 	@$(BIN)/linkcpp bench layer --like qwen3.5-122b
+
+docs: setup
+	@$(BIN)/python -m orchestrator.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
