@@ -27,7 +27,17 @@ SHIM_SUFFIXES: Final = frozenset({".cpp", ".h", ".cmake"})
 BASE_FLAGS: Final = ("-DLLAVA_BUILD=OFF", "-DGGML_LLAMAFILE=OFF", "-DGGML_OPENMP=OFF")
 """Flags of every build: no vision tools, and the two switches that the numbers contract and waiting rest on."""
 
-FLAG_VARIABLES: Final = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CUDAFLAGS", "CUDACXX", "CMAKE_GENERATOR")
+FLAG_VARIABLES: Final = (
+    "CFLAGS",
+    "CXXFLAGS",
+    "CPPFLAGS",
+    "LDFLAGS",
+    "CUDAFLAGS",
+    "CUDACXX",
+    "CMAKE_GENERATOR",
+    "SOURCE_DATE_EPOCH",  # upstream turns native code off where it is set
+)
+"""Variables of the environment that CMake heeds besides ``CMAKE_ARGS``."""
 
 
 @dataclass(frozen=True, slots=True)
