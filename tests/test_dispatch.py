@@ -685,6 +685,23 @@ def test_a_worker_that_takes_no_data_is_a_timeout_and_no_half_request_stays_behi
         assert [worker.connections for worker in workers] == [1, 2]
 
 
+def test_a_request_cut_off_by_the_loss_of_another_worker_does_not_stay_behind():
+    gate = threading.Event()
+    workers = [FakeWorker(owning(*range(4)), name="busy"), FakeWorker(owning(*range(4, 8)), name="odd")]
+    kill = Faults(kill_at_send=FIRST_DISPATCH + 1)
+    with star(workers, faults={1: [kill]}, timeout=30) as dispatcher:
+        dispatcher.begin_step()
+        workers[0].answer = lambda request: (gate.wait(20), honest(request))[1]
+        dispatcher.dispatch(batch(0, n_tokens=8))
+        dispatcher.abort_step()
+        with pytest.raises(WorkerLostError, match="worker odd .*killed"):
+            dispatcher.dispatch(big_batch(1))  # of which the busy worker has taken only a part
+        gate.set()
+        request = batch(1, n_tokens=8)
+        assert step(dispatcher, request).tobytes() == oracle(request).tobytes()
+        assert [worker.connections for worker in workers] == [2, 2]
+
+
 # --- misuse --------------------------------------------------------------------------------------------------
 
 
