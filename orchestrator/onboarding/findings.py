@@ -162,6 +162,30 @@ class GateRecord:
             "injected": self.injected,
         }
 
+    def condensed(self) -> dict[str, object]:
+        """Return the part that is worth publishing: no paths, processes or hashes of logits."""
+        return {
+            "passed": self.passed,
+            "batch_invariant": self.invariance.one,
+            "engine": self.key.engine,
+            "isa": self.key.isa,
+            "created": self.created,
+            "noise_floor": None if self.noise_floor is None else _floor_to_json(self.noise_floor),
+            "contracts": {
+                contract.value: {
+                    "passed": self.passes(contract),
+                    "workers": sorted(results),
+                    "byte_identical": all(result.byte_identical for result in results.values()),
+                    "argmax_agreement": min(result.argmax_agreement for result in results.values()),
+                    "cosine_min": min(result.cosine_min for result in results.values()),
+                    "cosine_mean": min(result.cosine_mean for result in results.values()),
+                    "kl": _finite(max(result.kl for result in results.values())),
+                }
+                for contract, results in self.contracts.items()
+                if results
+            },
+        }
+
     @classmethod
     def from_json(cls, value: object) -> GateRecord:
         """Read what :meth:`to_json` wrote; raise :class:`ConfigError` on anything else."""

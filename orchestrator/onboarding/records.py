@@ -6,6 +6,7 @@ counts replaces these results and keeps the others.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from orchestrator.config import data_dir
 from orchestrator.engine.identity import engine_identity
-from orchestrator.errors import ConfigError, GateError
+from orchestrator.errors import ConfigError, GateError, InputError
+from orchestrator.models.catalog import Catalog
+from orchestrator.models.catalog import record as record_in_catalogue
 from orchestrator.models.hashing import model_sha256
 from orchestrator.onboarding.findings import GateKey, GateRecord
 from orchestrator.types import Contract
@@ -28,8 +31,9 @@ def gate_key(model_path: Path) -> GateKey:
 
 def record_path(key: GateKey) -> Path:
     """Return the file in which the findings about a key are kept."""
-    parts = (key.model_sha256[:16], _slug(key.engine), _slug(key.isa))
-    return data_dir() / "gate" / ("-".join(parts) + ".json")
+    features = hashlib.sha256(key.isa.encode()).hexdigest()[:8]  # the list of features is longer than a file name
+    name = f"{key.model_sha256[:16]}-{_slug(key.engine)}-{features}.json"
+    return data_dir() / "gate" / name
 
 
 def load(key: GateKey) -> GateRecord | None:
@@ -98,6 +102,26 @@ def require(model_path: Path, contract: Contract) -> GateRecord:
             hint=f"run `linkcpp onboard {model_path}` again, or serve it with --unverified",
         )
     return record
+
+
+def catalogue_name(model_path: Path) -> str:
+    """Return the catalogue's name of a file, by its hash; raise :class:`InputError` where it has none."""
+    digest = model_sha256(model_path)
+    catalog = Catalog.load()
+    for row in catalog.rows.values():
+        if row.sha256 == digest:
+            return row.name
+    raise InputError(
+        f"{catalog.path} has no row for {model_path.name} (SHA-256 {digest[:12]}...)",
+        hint="add a row with this hash first, or leave --record out",
+    )
+
+
+def publish(name: str, record: GateRecord) -> Path:
+    """Write the condensed record into the catalogue's row of this name; returns the file."""
+    if record.injected is not None:
+        raise GateError(f"a run with an injected fault ({record.injected}) is not a finding about the model")
+    return record_in_catalogue(name, record.condensed())
 
 
 def _slug(text: str) -> str:

@@ -49,7 +49,10 @@ def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
         count = min(INVARIANCE_TOKENS, longest) if options.invariance else 0
         n_ctx = max(count, *(len(prompt.tokens) + options.steps for prompt in prompts))
         meter.expect(whole_work(prompts, count, options))
-        with Session(model, n_ctx=n_ctx, n_ubatch=MICRO_BATCH, n_threads=options.threads) as session:
+        # A star keeps a backup sequence of recurrent state, and its micro-batch is a multiple of two sequences.
+        # The oracle takes the same size: an architecture whose answer depends on the partition is still comparable.
+        size = MICRO_BATCH // 2 * 2 if model.is_hybrid else MICRO_BATCH
+        with Session(model, n_ctx=n_ctx, n_ubatch=size, n_threads=options.threads) as session:
             traces = run_prompts(session, prompts, options.steps, meter.phase("one process", MICRO_BATCH))
             if not all(np.isfinite(trace.prefill).all() and np.isfinite(trace.steps).all() for trace in traces):
                 raise InputError(f"{path.name} itself gives logits that are not finite: nothing can be compared")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from orchestrator.onboarding.options import GateOptions
 from orchestrator.onboarding.prompts import MICRO_BATCH
 from orchestrator.onboarding.records import gate_key
 from orchestrator.onboarding.reference import FLOOR_MICRO_BATCHES, Oracle, run_floor, run_oracle
-from orchestrator.onboarding.star import Fleet, open_fleet
+from orchestrator.onboarding.star import open_fleet, uneven_shares
 from orchestrator.onboarding.trace import replay
 from orchestrator.types import Contract
 from orchestrator.verification.gate import Comparison, NoiseFloor, judge
@@ -82,10 +82,12 @@ def run_gate(
     curves: dict[tuple[Contract, int], Comparison] = {}
     for count in options.worker_counts:
         meter.say(f"starting {_workers(count)}")
-        with open_fleet(file, count, threads=options.threads, mapped=mapped, inject=options.inject) as fleet:
-            for contract in options.contracts:
-                result, curve = _run_star(fleet, contract, oracle, floor, meter)
+        try:
+            for contract, result, curve in _run_stars(file, count, options, oracle, floor, meter, mapped=mapped):
                 results[contract][count], curves[contract, count] = result, curve
+        except (FleetError, EngineError) as error:
+            # A worker that does not start, dies or refuses has not given the same answer: a failed gate, in words.
+            raise GateError(f"over {_workers(count)}: {error}", hint=error.hint) from error
     record = GateRecord(
         key=key,
         model=path.name,
@@ -102,26 +104,34 @@ def run_gate(
     return GateReport(record, curves, floor_curve)
 
 
-def _run_star(
-    fleet: Fleet, contract: Contract, oracle: Oracle, floor: NoiseFloor | None, meter: Meter
-) -> tuple[WorkerCountResult, Comparison]:
-    note = f"{contract.value} over {_workers(fleet.count)}"
-    try:
-        with fleet.connect(contract, n_ctx=oracle.n_ctx) as star:
-            outcome = replay(star.decoder, oracle.traces, meter.phase(note, MICRO_BATCH))
-            rows_by_worker = star.rows_by_worker()
-    except (FleetError, EngineError) as error:
-        # A worker that dies or refuses has not given the same answer: that is a failed gate, in words.
-        raise GateError(f"{note}: {error}", hint=error.hint) from error
-    result = WorkerCountResult.of(
-        judge(contract, outcome.comparison, floor),
-        outcome.comparison,
-        logits_sha256=outcome.logits_sha256,
-        oracle_sha256=outcome.oracle_sha256,
-        worker_pids=fleet.pids,
-        rows_by_worker=rows_by_worker,
-    )
-    return result, outcome.comparison
+def _run_stars(
+    file: GgufFile,
+    count: int,
+    options: GateOptions,
+    oracle: Oracle,
+    floor: NoiseFloor | None,
+    meter: Meter,
+    *,
+    mapped: bool,
+) -> Iterator[tuple[Contract, WorkerCountResult, Comparison]]:
+    """Try every contract over the same worker processes."""
+    shares = uneven_shares(file.moe_layers, file.n_expert, count)
+    with open_fleet(file, shares, threads=options.threads, mapped=mapped, inject=options.inject) as fleet:
+        for contract in options.contracts:
+            note = f"{contract.value} over {_workers(count)}"
+            meter.say(note)
+            with fleet.connect(contract, n_ctx=oracle.n_ctx) as star:
+                outcome = replay(star.session, oracle.traces, meter.phase(note, MICRO_BATCH))
+                rows_by_worker = star.rows_by_worker()
+            result = WorkerCountResult.of(
+                judge(contract, outcome.comparison, floor),
+                outcome.comparison,
+                logits_sha256=outcome.logits_sha256,
+                oracle_sha256=outcome.oracle_sha256,
+                worker_pids=fleet.pids,
+                rows_by_worker=rows_by_worker,
+            )
+            yield contract, result, outcome.comparison
 
 
 def _workers(count: int) -> str:
