@@ -164,6 +164,15 @@ class TestMissingParts:
         assert "needs the Python module 'a_package_that_is_not_there'" in result.stderr
         assert "hint: run `make setup`" in result.stderr
 
+    def test_a_command_without_an_engine(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "engineless.py").write_text("raise ModuleNotFoundError('gone', name='llama_cpp')\n")
+        monkeypatch.setattr("orchestrator.cli.__path__", [str(tmp_path)])
+        monkeypatch.setitem(COMMANDS, "engineless", "Needs the engine.")
+        monkeypatch.delitem(sys.modules, "orchestrator.cli.engineless", raising=False)
+        result = run("engineless")
+        assert result.exit_code == 3
+        assert result.stderr == "error: the engine is not installed\nhint: run `linkcpp engine build`\n"
+
 
 class TestCompletion:
     @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

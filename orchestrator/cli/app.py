@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from orchestrator.errors import EngineError, LinkcppError
+from orchestrator.errors import EngineError, EngineMissingError, LinkcppError
 
 COMMANDS: Final = {
     "demo": "Show the whole way once: workers, proof, answer, figures.",
@@ -160,6 +160,8 @@ class CommandGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name == module_name:
                 raise EngineError(f"this installation of linkcpp has no command {cmd_name!r}") from error
+            if str(error.name).partition(".")[0] == "llama_cpp":
+                raise EngineMissingError("the engine is not installed", hint="run `linkcpp engine build`") from error
             raise EngineError(
                 f"command {cmd_name!r} needs the Python module {error.name!r}, which is not installed",
                 hint="run `make setup` in a clone, or `pip install linkcpp` again",
