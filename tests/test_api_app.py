@@ -276,7 +276,7 @@ def test_a_client_that_leaves_frees_the_engine(case):
     with fake_server(session) as (url, gateway):
         body = {"prompt": prompt, "max_tokens": 3000, "stream": case != "whole", "ignore_eos": True}
         leave(url, body, after=b"data: " if case == "decode" else b"")
-        wait_until(lambda: gateway.state().running is None and gateway.state().cancelled == 1, 1.0)
+        wait_until(lambda: gateway.state().running is None and gateway.state().cancelled == 1, 5.0)
         calls = len(session.calls)
         time.sleep(0.1)
         assert len(session.calls) == calls

@@ -64,7 +64,7 @@ def test_errors_have_a_line_a_hint_and_an_exit_code():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["m.gguf", "--url", "http://x"], ["--workers", "2"], ["m.gguf", "--workers", "1", "--worker", "h:1"]],,
+    [["m.gguf", "--url", "http://x"], ["--workers", "2"], ["m.gguf", "--workers", "1", "--worker", "h:1"]],
 )
 def test_contradictions_are_usage_errors(arguments):
     assert linkcpp("chat", *arguments).returncode == 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -22,6 +23,9 @@ from orchestrator.types import Contract
 if TYPE_CHECKING:
     from orchestrator.engine.model import Model
     from orchestrator.gateway.backbone import Backbone
+
+QUIET_SECONDS: Final = 1.0
+"""A model that loads within this time needs no progress, and a pipe no lines about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,13 @@ def open_model(terminal: Terminal, path: Path, addresses: Sequence[str], options
     """Load the model, without its experts where there are workers; the caller closes it."""
     from orchestrator.gateway.backbone import open_backbone
 
+    begin = time.monotonic()
     with terminal.progress("model") as progress:
+
+        def show(share: float) -> None:
+            if time.monotonic() - begin > QUIET_SECONDS:
+                progress(share, 1.0)
+
         return open_backbone(
             path,
             addresses,
@@ -154,7 +164,7 @@ def open_model(terminal: Terminal, path: Path, addresses: Sequence[str], options
             n_threads=options.n_threads,
             batch_invariant=options.batch_invariant,
             timeout=options.timeout,
-            progress=lambda share: progress(share, 1.0),
+            progress=show,
         )
 
 

@@ -136,9 +136,8 @@ class _Server:
             now=time.monotonic,
             wall=time.time,
         )
-        served = ServedModel(gateway, backbone.model, template, report, backbone.identity.build)
+        self._endpoint.served = ServedModel(gateway, backbone.model, template, report, backbone.identity.build)
         self._say_ready(report, measurements, bound)
-        self._endpoint.served = served
 
     def _say_ready(self, report: FleetReport, measurements: Sequence[Measurement], bound: HostPort) -> None:
         url = f"http://{bound}"
