@@ -694,7 +694,7 @@ def test_a_request_cut_off_by_the_loss_of_another_worker_does_not_stay_behind():
         workers[0].answer = lambda request: (gate.wait(20), honest(request))[1]
         dispatcher.dispatch(batch(0, n_tokens=8))
         dispatcher.abort_step()
-        with pytest.raises(WorkerLostError, match="worker odd .*killed"):
+        with pytest.raises(WorkerLostError, match=r"worker odd .*killed"):
             dispatcher.dispatch(big_batch(1))  # of which the busy worker has taken only a part
         gate.set()
         request = batch(1, n_tokens=8)
