@@ -40,31 +40,25 @@ int cache_layer(const ggml_tensor * t) {
 struct sliced_graph {
     tensor_list nodes;
     std::unordered_map<const ggml_tensor *, int> index;
-    std::unordered_map<const ggml_tensor *, bool> from_inputs;
+    std::vector<bool> from_inputs; // per node: can it be computed from the graph's inputs alone, without weights and caches?
 
     explicit sliced_graph(ggml_cgraph * gf) {
         for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
+            const ggml_tensor * t = ggml_graph_node(gf, i);
             nodes.push_back(ggml_graph_node(gf, i));
-            index[nodes.back()] = i;
+            index[t] = i;
+            bool result = !t->view_src || recomputable(t->view_src);
+            for (const ggml_tensor * source : t->src) {
+                result = result && (!source || source == t || recomputable(source)); // a cast is its own source
+            }
+            from_inputs.push_back(result);
         }
     }
 
-    // Can the value be computed again from the graph's inputs alone, without weights and caches?
-    bool recomputable(const ggml_tensor * t) {
-        const auto known = from_inputs.find(t);
-        if (known != from_inputs.end()) {
-            return known->second;
-        }
-        bool result = true;
-        if (!index.count(t)) {
-            result = (t->flags & GGML_TENSOR_FLAG_INPUT) != 0;
-        } else {
-            result = !(t->view_src && !recomputable(t->view_src));
-            for (const ggml_tensor * source : t->src) {
-                result = result && (!source || recomputable(source));
-            }
-        }
-        return from_inputs[t] = result;
+    // Sources come before their users, so their entries exist when this is asked.
+    bool recomputable(const ggml_tensor * t) const {
+        const auto it = index.find(t);
+        return it == index.end() ? (t->flags & GGML_TENSOR_FLAG_INPUT) != 0 : from_inputs[it->second];
     }
 
     // Values of nodes in front of position `cut` that nodes behind it use, in graph order.
