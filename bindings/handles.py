@@ -14,6 +14,7 @@ import numpy.typing as npt
 from bindings.errors import BindingsError
 from bindings.library import (
     Callback,
+    CutStruct,
     EventStruct,
     LayerStruct,
     forget_log,
@@ -23,7 +24,7 @@ from bindings.library import (
 
 FloatArray = npt.NDArray[np.float32]
 
-_OVERRIDE_STRING = 3  # LLAMA_KV_OVERRIDE_TYPE_STR
+_OVERRIDE_INTEGER, _OVERRIDE_STRING = 0, 3  # llama_model_kv_override_type
 _FLASH_ATTENTION = {None: -1, False: 0, True: 1}  # llama_flash_attn_type
 _POLL = 1
 """Polling level of the thread pool: about 2 ms of polling, then the threads park (ggml's unit is 131072 pauses)."""
@@ -77,6 +78,7 @@ class ModelHandle(Handle):
         path: str,
         *,
         without_experts: bool,
+        stage: tuple[int, int] | None,
         repack: bool,
         gpu_layers: int,
         progress: Callable[[float], None] | None,
@@ -86,12 +88,17 @@ class ModelHandle(Handle):
         params = api.llama_model_default_params()
         params.use_extra_bufts = repack
         params.n_gpu_layers = gpu_layers
-        overrides = (api.llama_model_kv_override * 2)()
-        if without_experts:
-            overrides[0].tag = _OVERRIDE_STRING
-            overrides[0].key = b"linkcpp.skip"
-            overrides[0].value.val_str = b"experts"
-            params.kv_overrides = ctypes.cast(overrides, type(params.kv_overrides))
+        settings: list[tuple[bytes, bytes | int]] = [(b"linkcpp.skip", b"experts")] if without_experts else []
+        if stage is not None:
+            settings += [(b"linkcpp.stage.first", stage[0]), (b"linkcpp.stage.last", stage[1])]
+        overrides = (api.llama_model_kv_override * (len(settings) + 1))()
+        for override, (key, value) in zip(overrides, settings, strict=False):
+            override.key = key
+            if isinstance(value, int):
+                override.tag, override.value.val_i64 = _OVERRIDE_INTEGER, value
+            else:
+                override.tag, override.value.val_str = _OVERRIDE_STRING, value
+        params.kv_overrides = ctypes.cast(overrides, type(params.kv_overrides))
         report = api.llama_progress_callback(lambda done, _data: _report(progress, done))
         params.progress_callback = report
         forget_log()
@@ -149,14 +156,16 @@ def _report(progress: Callable[[float], None] | None, done: float) -> bool:
 
 
 class HookHandle(Handle):
-    """``linkcpp_hook``: a Python function behind the dispatch and combine nodes of one context."""
+    """``linkcpp_hook``: a Python function behind the nodes at which a context's graph stops."""
 
-    def __init__(self, callback: Callable[[EventStruct], int], *, partial_sums: bool) -> None:
+    def __init__(
+        self, callback: Callable[[EventStruct], int], *, remote_experts: bool = False, partial_sums: bool = False
+    ) -> None:
         super().__init__(None)
         _, shim = load()
         # The C side calls this object for as long as the hook lives.
         self._callback = Callback(lambda event, _data: callback(event.contents))
-        self._address = shim.linkcpp_hook_new(self._callback, None, partial_sums)
+        self._address = shim.linkcpp_hook_new(self._callback, None, remote_experts, partial_sums)
 
     def _free(self, address: int) -> None:
         load()[1].linkcpp_hook_free(address)
@@ -168,6 +177,27 @@ class HookHandle(Handle):
         layers = (LayerStruct * count)()
         shim.linkcpp_hook_layers(self.address, layers, count)
         return list(layers)
+
+    def feed(self, boundary: bytes) -> None:
+        """Give the next decode the boundary of the stage before; kept until the next call."""
+        self._boundary = boundary
+        load()[1].linkcpp_hook_feed(self.address, boundary, len(boundary))
+
+    def was_fed(self) -> bool:
+        """Tell whether the last decode used exactly the boundary that it was fed."""
+        return bool(load()[1].linkcpp_hook_fed(self.address))
+
+    def survey(self) -> None:
+        """Make the context that this hook is attached to next find out what its cuts would carry."""
+        load()[1].linkcpp_hook_survey(self.address)
+
+    def cuts(self) -> Sequence[CutStruct]:
+        """Return what the last graph of a surveying context says about each cut."""
+        _, shim = load()
+        count = shim.linkcpp_hook_cuts(self.address, None, 0)
+        cuts = (CutStruct * count)()
+        shim.linkcpp_hook_cuts(self.address, cuts, count)
+        return list(cuts)
 
     def graph(self) -> list[tuple[str, str]]:
         """Return (op, name) of the last graph's nodes in order; only while the context lives."""

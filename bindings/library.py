@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast
 
 from bindings.errors import BindingsError
 
-ABI: Final = 1
+ABI: Final = 2
 """LINKCPP_ABI of ``shim/linkcpp.h`` that this layer mirrors."""
 
 MAX_NAME: Final = 64
@@ -63,11 +63,26 @@ class EventStruct(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("n_bytes", ctypes.c_uint64),
+    )
+
+
+class CutStruct(ctypes.Structure):
+    """``struct linkcpp_cut``."""
+
+    _fields_ = (
+        ("cut", ctypes.c_int32),
+        ("status", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+        ("n_tensors", ctypes.c_int32),
+        ("n_bytes", ctypes.c_int64),
+        ("n_tokens", ctypes.c_int32),
     )
 
 
 DISPATCH: Final = 1
 COMBINE: Final = 2
+BOUNDARY: Final = 3
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(EventStruct), ctypes.c_void_p)
 
@@ -76,11 +91,15 @@ _SIGNATURES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     "llama_attach_threadpool": (None, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
     "linkcpp_abi": (ctypes.c_int32, ()),
     "linkcpp_sizeof": (ctypes.c_size_t, (ctypes.c_char_p,)),
-    "linkcpp_hook_new": (ctypes.c_void_p, (Callback, ctypes.c_void_p, ctypes.c_bool)),
+    "linkcpp_hook_new": (ctypes.c_void_p, (Callback, ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)),
     "linkcpp_hook_free": (None, (ctypes.c_void_p,)),
     "linkcpp_hook_attach": (None, (ctypes.c_void_p, ctypes.c_void_p)),
     "linkcpp_hook_layers": (ctypes.c_int32, (ctypes.c_void_p, ctypes.POINTER(LayerStruct), ctypes.c_int32)),
     "linkcpp_hook_graph": (ctypes.c_size_t, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)),
+    "linkcpp_hook_feed": (None, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)),
+    "linkcpp_hook_fed": (ctypes.c_bool, (ctypes.c_void_p,)),
+    "linkcpp_hook_survey": (None, (ctypes.c_void_p,)),
+    "linkcpp_hook_cuts": (ctypes.c_int32, (ctypes.c_void_p, ctypes.POINTER(CutStruct), ctypes.c_int32)),
     "linkcpp_threadpool_new": (ctypes.c_void_p, (ctypes.c_int32, ctypes.c_uint32)),
     "linkcpp_threadpool_free": (None, (ctypes.c_void_p,)),
     "linkcpp_experts_new": (ctypes.c_void_p, (ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool)),
@@ -198,6 +217,7 @@ def abi_check() -> list[str]:
     sizes = {
         "layer": ctypes.sizeof(LayerStruct),
         "event": ctypes.sizeof(EventStruct),
+        "cut": ctypes.sizeof(CutStruct),
         "context_params": ctypes.sizeof(api.llama_context_params),
         "model_params": ctypes.sizeof(api.llama_model_params),
         "batch": ctypes.sizeof(api.llama_batch),

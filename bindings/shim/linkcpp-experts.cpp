@@ -94,7 +94,7 @@ struct prepared_layer {
     llama_prec_policy precisions;
 };
 
-void read_fully(int fd, void * to, size_t size, uint64_t offset, const char * path) {
+static void read_fully(int fd, void * to, size_t size, uint64_t offset, const char * path) {
     size_t done = 0;
     while (done < size) {
         const ssize_t n = pread(fd, (char *) to + done, size - done, (off_t) (offset + done));

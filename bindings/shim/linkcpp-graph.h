@@ -29,5 +29,8 @@ ggml_tensor * linkcpp_moe_remote(
         const llm_graph_context & graph, const linkcpp_moe_call & moe,
         ggml_tensor * cur, ggml_tensor * selected_experts, ggml_tensor * weights);
 
-// After the whole graph is built: refuse placeholders, sink combine nodes.
+// Called wherever an architecture names a tensor: notes the output of layer il.
+void linkcpp_graph_layer(const llm_graph_context & graph, ggml_tensor * cur, const char * name, int il);
+
+// After the whole graph is built: keep this stage's slice, refuse placeholders, sink combine nodes.
 void linkcpp_graph_finish(const llm_graph_context & graph);

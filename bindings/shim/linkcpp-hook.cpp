@@ -4,6 +4,7 @@
 // callback ran. COMBINE is a REPEAT of the right shape whose data the callback overwrites. Both are ordinary ggml
 // ops, so every backend and graph reuse work unchanged; a marker in op_params tells them apart from others.
 #include "linkcpp.h"
+#include "linkcpp-context.h"
 #include "linkcpp-graph.h"
 #include "linkcpp-loader.h"
 
@@ -21,48 +22,7 @@
 #include <unordered_set>
 #include <vector>
 
-struct linkcpp_hook {
-    linkcpp_callback callback;
-    void * user_data;
-    bool   partial_sums;
-
-    std::vector<linkcpp_layer> layers; // in order of first appearance
-    std::map<int, int> calls;          // layer -> calls so far in the graph that is being built
-    ggml_cgraph * graph = nullptr;     // the last graph that was built; the context owns it
-
-    std::vector<float>   rows;         // staging for what is not host memory, or not contiguous
-    std::vector<float>   weights;
-    std::vector<float>   out;
-    std::vector<int32_t> experts;
-};
-
 namespace {
-
-constexpr int32_t marker = 0x6c6b6370; // "lkcp"
-constexpr int     marker_at = 11;      // op_params[11..15]: marker, kind, layer, call, top_k
-
-struct mark {
-    int32_t kind, layer, call, top_k;
-};
-
-void set_mark(ggml_tensor * t, const mark & m) {
-    const int32_t values[5] = { marker, m.kind, m.layer, m.call, m.top_k };
-    memcpy(&t->op_params[marker_at], values, sizeof(values));
-}
-
-// Views inherit names but not op_params, so the marker cannot be confused.
-bool get_mark(const ggml_tensor * t, mark & m) {
-    if ((t->op != GGML_OP_RESHAPE && t->op != GGML_OP_REPEAT) || t->op_params[marker_at] != marker) {
-        return false;
-    }
-    memcpy(&m, &t->op_params[marker_at + 1], sizeof(m));
-    return true;
-}
-
-bool is_kind(const ggml_tensor * t, int32_t kind) {
-    mark m;
-    return get_mark(t, m) && m.kind == kind;
-}
 
 bool on_host(const ggml_tensor * t) {
     ggml_backend_buffer_t buffer = t->view_src ? t->view_src->buffer : t->buffer;
@@ -93,7 +53,10 @@ const int32_t * host_experts(const ggml_tensor * t, std::vector<int32_t> & stagi
     return staging.data();
 }
 
-int32_t run_callback(linkcpp_hook & hook, ggml_tensor * t, const mark & m) {
+int32_t run_callback(linkcpp_hook & hook, ggml_tensor * t, const linkcpp_mark & m) {
+    if (m.kind == LINKCPP_BOUNDARY) {
+        return linkcpp_stage_leave(hook, t, m);
+    }
     linkcpp_event event = {};
     event.kind  = m.kind;
     event.layer = m.layer;
@@ -124,15 +87,11 @@ int32_t run_callback(linkcpp_hook & hook, ggml_tensor * t, const mark & m) {
 }
 
 bool trampoline(ggml_tensor * t, bool ask, void * user_data) {
-    mark m;
-    if (!get_mark(t, m)) {
+    linkcpp_mark m;
+    if (!linkcpp_get_mark(t, m)) {
         return false;
     }
     return ask || run_callback(*(linkcpp_hook *) user_data, t, m) == 0;
-}
-
-linkcpp_hook * hook_of(const llama_cparams & cparams) {
-    return cparams.cb_eval == trampoline ? (linkcpp_hook *) cparams.cb_eval_user_data : nullptr;
 }
 
 void copy_name(char (&to)[LINKCPP_MAX_NAME], const char * from) {
@@ -195,7 +154,7 @@ bool depends_on(const ggml_tensor * t, const std::unordered_set<const ggml_tenso
 
 // A node whose effect is not its value: nothing may be moved across it.
 bool has_side_effect(const ggml_tensor * t) {
-    return t->op == GGML_OP_SET_ROWS || t->op == GGML_OP_CPY || t->op == GGML_OP_SET || is_kind(t, LINKCPP_DISPATCH);
+    return t->op == GGML_OP_SET_ROWS || t->op == GGML_OP_CPY || t->op == GGML_OP_SET || linkcpp_is_kind(t, LINKCPP_DISPATCH);
 }
 
 // Move every combine behind the nodes that do not need it (the shared expert), so that they run during the trip.
@@ -203,7 +162,7 @@ void sink_combines(ggml_cgraph * gf) {
     ggml_tensor ** nodes = ggml_graph_nodes(gf);
     const int n = ggml_graph_n_nodes(gf);
     for (int at = 0; at < n; ++at) {
-        if (!is_kind(nodes[at], LINKCPP_COMBINE)) {
+        if (!linkcpp_is_kind(nodes[at], LINKCPP_COMBINE)) {
             continue;
         }
         int end = at + 1;
@@ -228,11 +187,15 @@ void sink_combines(ggml_cgraph * gf) {
 
 } // namespace
 
+linkcpp_hook * linkcpp_hook_of(const llama_cparams & cparams) {
+    return cparams.cb_eval == trampoline ? (linkcpp_hook *) cparams.cb_eval_user_data : nullptr;
+}
+
 ggml_tensor * linkcpp_moe_remote(
         const llm_graph_context & graph, const linkcpp_moe_call & moe,
         ggml_tensor * cur, ggml_tensor * selected_experts, ggml_tensor * weights) {
-    linkcpp_hook * hook = hook_of(graph.cparams);
-    if (!hook) {
+    linkcpp_hook * hook = linkcpp_hook_of(graph.cparams);
+    if (!hook || !hook->remote_experts) {
         return nullptr;
     }
     const int call = hook->calls[moe.il]++;
@@ -255,14 +218,14 @@ ggml_tensor * linkcpp_moe_remote(
     ggml_tensor * dispatch = ggml_reshape_2d(ctx, weights, k, n_tokens);
     dispatch->src[1] = selected_experts;
     dispatch->src[2] = cur;
-    set_mark(dispatch, { LINKCPP_DISPATCH, moe.il, call, (int32_t) k });
+    linkcpp_set_mark(dispatch, { LINKCPP_DISPATCH, moe.il, call, (int32_t) k });
     ggml_format_name(dispatch, "linkcpp_dispatch-%d", moe.il);
     ggml_build_forward_expand(graph.gf, dispatch);
 
     ggml_tensor * row = ggml_reshape_3d(ctx, cur, n_embd, 1, n_tokens);
     ggml_tensor * combine = ggml_repeat_4d(ctx, row, n_embd, hook->partial_sums ? 1 : k, n_tokens, 1);
     combine->src[1] = dispatch;
-    set_mark(combine, { LINKCPP_COMBINE, moe.il, call, (int32_t) k });
+    linkcpp_set_mark(combine, { LINKCPP_COMBINE, moe.il, call, (int32_t) k });
     ggml_format_name(combine, "linkcpp_combine-%d", moe.il);
     ggml_build_forward_expand(graph.gf, combine);
 
@@ -275,6 +238,13 @@ ggml_tensor * linkcpp_moe_remote(
 }
 
 void linkcpp_graph_finish(const llm_graph_context & graph) {
+    linkcpp_hook * hook = linkcpp_hook_of(graph.cparams);
+    if (hook) {
+        linkcpp_stage_slice(*hook, graph);
+        hook->calls.clear();
+        hook->outputs.clear();
+        hook->graph = graph.gf;
+    }
     for (int i = 0; i < ggml_graph_n_nodes(graph.gf); ++i) {
         for (const ggml_tensor * source : ggml_graph_node(graph.gf, i)->src) {
             if (source && linkcpp_placeholder(source)) {
@@ -282,13 +252,9 @@ void linkcpp_graph_finish(const llm_graph_context & graph) {
             }
         }
     }
-    linkcpp_hook * hook = hook_of(graph.cparams);
-    if (!hook) {
-        return;
+    if (hook) {
+        sink_combines(graph.gf);
     }
-    sink_combines(graph.gf);
-    hook->calls.clear();
-    hook->graph = graph.gf;
 }
 
 int32_t linkcpp_abi(void) { return LINKCPP_ABI; }
@@ -297,6 +263,7 @@ size_t linkcpp_sizeof(const char * name) {
     const std::map<std::string, size_t> sizes = {
         { "layer",          sizeof(linkcpp_layer) },
         { "event",          sizeof(linkcpp_event) },
+        { "cut",            sizeof(linkcpp_cut) },
         { "context_params", sizeof(llama_context_params) },
         { "model_params",   sizeof(llama_model_params) },
         { "batch",          sizeof(llama_batch) },
@@ -305,10 +272,11 @@ size_t linkcpp_sizeof(const char * name) {
     return it == sizes.end() ? 0 : it->second;
 }
 
-linkcpp_hook * linkcpp_hook_new(linkcpp_callback callback, void * user_data, bool partial_sums) {
+linkcpp_hook * linkcpp_hook_new(linkcpp_callback callback, void * user_data, bool remote_experts, bool partial_sums) {
     linkcpp_hook * hook = new linkcpp_hook;
     hook->callback     = callback;
     hook->user_data    = user_data;
+    hook->remote_experts = remote_experts;
     hook->partial_sums = partial_sums;
     return hook;
 }

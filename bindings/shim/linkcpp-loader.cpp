@@ -1,5 +1,6 @@
 #include "linkcpp-loader.h"
 
+#include "llama-hparams.h"
 #include "llama-model-loader.h"
 
 #include "../../ggml/src/ggml-backend-impl.h"
@@ -17,6 +18,8 @@ const char * const key_names  = "linkcpp.manifest.names";
 const char * const key_types  = "linkcpp.manifest.types";
 const char * const key_shapes = "linkcpp.manifest.shapes";
 const char * const key_skip   = "linkcpp.skip";
+const char * const key_first  = "linkcpp.stage.first";
+const char * const key_last   = "linkcpp.stage.last";
 
 // `extra` of a loader's meta tensor is unused; this address in it marks a placeholder.
 char mark;
@@ -38,6 +41,11 @@ bool is_expert_tensor(const std::string & name) {
         }
     }
     return false;
+}
+
+int64_t integer_override(const llama_model_loader & loader, const char * key, int64_t otherwise) {
+    const auto it = loader.kv_overrides.find(key);
+    return it == loader.kv_overrides.end() ? otherwise : it->second.val_i64;
 }
 
 void free_base(ggml_backend_buffer_t buffer) { free(buffer->context); }
@@ -124,13 +132,27 @@ void linkcpp_placeholders_find(llama_model_loader & loader) {
         enter_manifest(loader);
     }
     const auto skip = loader.kv_overrides.find(key_skip);
-    if (skip != loader.kv_overrides.end() && strcmp(skip->second.val_str, "experts") == 0) {
-        for (auto & [name, weight] : loader.weights_map) {
-            if (is_expert_tensor(name)) {
-                weight.tensor->extra = &mark;
-            }
+    const bool skip_experts = skip != loader.kv_overrides.end() && strcmp(skip->second.val_str, "experts") == 0;
+    const int64_t first = integer_override(loader, key_first, 0);
+    const int64_t last  = integer_override(loader, key_last, INT64_MAX);
+    for (auto & [name, weight] : loader.weights_map) {
+        int layer = -1;
+        const bool elsewhere = sscanf(name.c_str(), "blk.%d.", &layer) == 1 && (layer < first || layer >= last);
+        if (elsewhere || (skip_experts && is_expert_tensor(name))) {
+            weight.tensor->extra = &mark;
         }
     }
+}
+
+void linkcpp_stage_range(const llama_model_loader & loader, llama_hparams & hparams) {
+    const int64_t n_layer = hparams.n_layer();
+    const int64_t first   = integer_override(loader, key_first, 0);
+    const int64_t last    = integer_override(loader, key_last, n_layer);
+    if (first < 0 || first >= last || last > n_layer) {
+        throw std::runtime_error(format("a stage must be a range within layers 0 to %d", (int) n_layer));
+    }
+    hparams.stage_first = (uint32_t) first;
+    hparams.stage_last  = last == n_layer ? UINT32_MAX : (uint32_t) last; // the last stage has the layers behind, too (MTP)
 }
 
 bool linkcpp_placeholders_any(const llama_model_loader & loader) {

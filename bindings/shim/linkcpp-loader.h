@@ -9,12 +9,16 @@
 #include <string>
 
 struct llama_model_loader;
+struct llama_hparams;
 
 // Enter the tensors of the file's manifest that the file itself lacks, and mark those the caller wants to skip
-// (model parameter kv_overrides "linkcpp.skip" = "experts").
+// (model parameter kv_overrides "linkcpp.skip" = "experts", and layers outside the stage).
 void linkcpp_placeholders_find(llama_model_loader & loader);
 bool linkcpp_placeholders_any(const llama_model_loader & loader);
 bool linkcpp_placeholder_wanted(const llama_model_loader & loader, const std::string & name);
+
+// Take the stage [first, last) from the model parameters (kv_overrides "linkcpp.stage.first" and ".last").
+void linkcpp_stage_range(const llama_model_loader & loader, llama_hparams & hparams);
 
 // A buffer type whose tensors take no memory.
 ggml_backend_buffer_type_t linkcpp_placeholder_buft();

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define LINKCPP_ABI      1
+#define LINKCPP_ABI      2
 #define LINKCPP_MAX_NAME 64
 
 // What an expert tensor is for; the order of linkcpp_layer::tensors.
@@ -48,6 +48,7 @@ struct linkcpp_layer {
 enum linkcpp_event_kind {
     LINKCPP_DISPATCH = 1,        // rows are ready: copy or send them before returning
     LINKCPP_COMBINE  = 2,        // fill `out` before returning
+    LINKCPP_BOUNDARY = 3,        // copy `out`: n_bytes of this micro-batch's boundary
 };
 
 struct linkcpp_event {
@@ -61,6 +62,7 @@ struct linkcpp_event {
     const int32_t * experts;     // [n_tokens, top_k]    (dispatch)
     const float   * weights;     // [n_tokens, top_k]    (dispatch)
     float         * out;         // exact: [n_tokens, top_k, n_embd]; sum: [n_tokens, n_embd]   (combine)
+    uint64_t        n_bytes;     // (boundary)
 };
 
 // Returns 0 to go on; anything else ends llama_decode with status 2 before another node is computed.
@@ -70,11 +72,11 @@ struct linkcpp_hook;             // one per llama_context; must outlive it
 struct linkcpp_experts;          // one per worker process
 
 LLAMA_API int32_t linkcpp_abi(void);
-LLAMA_API size_t  linkcpp_sizeof(const char * name); // "layer", "event", "context_params", "model_params", "batch"; 0: unknown
+LLAMA_API size_t  linkcpp_sizeof(const char * name); // "layer", "event", "cut", "context_params", "model_params", "batch"; 0: unknown
 
 // --- hook ---
 
-LLAMA_API struct linkcpp_hook * linkcpp_hook_new(linkcpp_callback callback, void * user_data, bool partial_sums);
+LLAMA_API struct linkcpp_hook * linkcpp_hook_new(linkcpp_callback callback, void * user_data, bool remote_experts, bool partial_sums);
 LLAMA_API void    linkcpp_hook_free(struct linkcpp_hook * hook);
 // Put the hook into the parameters of the context that is about to be created (cb_eval and its user data).
 LLAMA_API void    linkcpp_hook_attach(struct linkcpp_hook * hook, struct llama_context_params * params);
@@ -82,6 +84,24 @@ LLAMA_API void    linkcpp_hook_attach(struct linkcpp_hook * hook, struct llama_c
 LLAMA_API int32_t linkcpp_hook_layers(const struct linkcpp_hook * hook, struct linkcpp_layer * layers, int32_t capacity);
 // The node names of the last graph while its context lives, one per line ("op name"); returns the length without the final zero.
 LLAMA_API size_t  linkcpp_hook_graph(const struct linkcpp_hook * hook, char * text, size_t capacity);
+
+// A stage: the model was loaded with kv_overrides "linkcpp.stage.first"/".last" (layers [first, last)). Before
+// llama_decode the boundary of the stage before it is fed here; the bytes must stay until it returns.
+LLAMA_API void    linkcpp_hook_feed(struct linkcpp_hook * hook, const void * boundary, size_t n_bytes);
+// Whether the last decode used up exactly what was fed.
+LLAMA_API bool    linkcpp_hook_fed(const struct linkcpp_hook * hook);
+// What a cut in front of layer `cut` would carry, from the last graph of a context that was made with
+// linkcpp_hook_survey: bytes per token; or -1 and the layer whose cache both sides need, or -2: no such mark.
+struct linkcpp_cut {
+    int32_t cut;
+    int32_t status;              // 0: legal, -1: a cache is used on both sides, -2: the architecture marks no output
+    int32_t layer;               // of that cache
+    int32_t n_tensors;
+    int64_t n_bytes;             // of the whole micro-batch
+    int32_t n_tokens;
+};
+LLAMA_API void    linkcpp_hook_survey(struct linkcpp_hook * hook);
+LLAMA_API int32_t linkcpp_hook_cuts(const struct linkcpp_hook * hook, struct linkcpp_cut * cuts, int32_t capacity);
 
 // A ggml thread pool that polls briefly and then parks, attached to the context for decode and prefill.
 LLAMA_API struct ggml_threadpool * linkcpp_threadpool_new(int32_t n_threads, uint32_t poll);

@@ -59,7 +59,12 @@ class Model:
         path = Path(path)
         try:
             handle = ModelHandle(
-                str(path), without_experts=without_experts, repack=repack, gpu_layers=gpu_layers, progress=progress
+                str(path),
+                without_experts=without_experts,
+                stage=None,
+                repack=repack,
+                gpu_layers=gpu_layers,
+                progress=progress,
             )
         except NativeError as error:
             unknown = _UNKNOWN.search(str(error))

@@ -32,7 +32,7 @@ class MoeHook:
         self._floats: Views = {}
         self._integers: Views = {}
         self._failure: BaseException | None = None
-        self.handle = HookHandle(self._on_event, partial_sums=not self._exact)
+        self.handle = HookHandle(self._on_event, remote_experts=True, partial_sums=not self._exact)
 
     def close(self) -> None:
         """Free the C side; the context must be closed before."""
