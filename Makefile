@@ -43,8 +43,12 @@ engine: $(BIN)/python
 $(INSTALLED): pyproject.toml $(BIN)/python | engine
 	@echo "installing Python packages"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' >$(LOG) 2>&1 || { \
-	  echo "error: the Python packages could not be installed: `grep -m1 -i -e '^error' -e 'no space' $(LOG)`"; \
-	  echo "hint: is there a network, and room on the disk? The whole output is in $(LOG)"; exit 1; } >&2
+	  if grep -q -i 'no space left' $(LOG); then why='the disk is full'; \
+	  elif grep -q -e ConnectionError -e NameResolutionError -e TimeoutError -e ProxyError $(LOG); then \
+	    why='no network, or the package index is out of reach'; \
+	  else why=`grep -m1 -i '^error' $(LOG)`; fi; \
+	  echo "error: the Python packages could not be installed: $$why"; \
+	  echo "hint: the whole output is in $(LOG); try again with: make setup"; exit 1; } >&2
 	@touch $@
 
 demo: setup
