@@ -469,6 +469,8 @@ def test_a_worker_that_stays_away_fails_every_step_quickly_and_then_returns():
         with pytest.raises(WorkerLostError, match=rf"worker away \({address}\): cannot connect"):
             dispatcher.begin_step()
         assert time.monotonic() - begin < 2
+        dispatcher.check()
+    assert dispatcher.statistics().workers[0].errors == 1  # the loss, not every attempt
     with FakeWorker(owning(*range(8)), name="back", listener=TcpListener(address)):
         assert step(dispatcher, batch()).tobytes() == oracle(batch()).tobytes()
         assert dispatcher.statistics().workers[0].name == "back"

@@ -38,7 +38,8 @@ N_SAMPLES: Final = 8192
 """How many calls the figures remember: 170 tokens of a model of 48 MoE layers."""
 
 N_PINGS: Final = 5
-GREETING_TIMEOUT: Final = 10.0  # seconds for a greeting: the worker may be busy computing for somebody else
+GREETING_TIMEOUT: Final = 10.0  # seconds for a greeting or ping: the worker's machine may be busy
+CHECK_TIMEOUT: Final = 1.0  # the same between steps, where the next request must not wait for a dead worker
 
 
 class _Call(NamedTuple):
@@ -164,13 +165,13 @@ class Dispatcher:
         for worker, link in enumerate(self._links):
             try:
                 if link.is_open:
-                    self._ping(link, count=1)
+                    self._ping(link, count=1, timeout=CHECK_TIMEOUT)
                 else:
                     self._state.lost(worker)
-                    self._bring_back(worker)
+                    self._bring_back(worker, timeout=CHECK_TIMEOUT)
             except FleetError as error:
                 if link.is_open:  # it did not answer a ping: nothing is lost by a new connection
-                    link.drop(str(error))
+                    link.drop(str(error), counted=False)
 
     def close(self) -> None:
         """Say goodbye to all workers; harmless when repeated."""
@@ -183,12 +184,11 @@ class Dispatcher:
                 self._state.lost(worker)
         return self._state.absent()
 
-    def _bring_back(self, worker: int) -> None:
+    def _bring_back(self, worker: int, *, timeout: float = GREETING_TIMEOUT) -> None:
         link = self._links[worker]
         before = link.welcome
-        welcome = link.open(
-            self._hello, self._connect_timeout, self._now() + self._connect_timeout + GREETING_TIMEOUT
-        )
+        connect_timeout = min(self._connect_timeout, timeout)
+        welcome = link.open(self._hello, connect_timeout, self._now() + connect_timeout + timeout)
         difference = find_difference(welcome, self._identity, self._contract, self._model_sha256)
         if difference is not None:
             name = link.name
@@ -198,10 +198,10 @@ class Dispatcher:
         self._state.greeted(worker, welcome.ownership)
         try:
             self._describe_to(worker)
-            self._ping(link)
+            self._ping(link, timeout=timeout)
         except WorkerError as error:
             if link.is_open:
-                link.drop(str(error))
+                link.drop(str(error), counted=False)
             self._state.lost(worker)
             raise
 
@@ -219,12 +219,12 @@ class Dispatcher:
         if not isinstance(reply, Described) or reply.accepted != len(owned):
             link.fail_protocol(f"it answered {len(owned)} descriptors with {reply}", None)
 
-    def _ping(self, link: WorkerLink, count: int = N_PINGS) -> None:
+    def _ping(self, link: WorkerLink, *, count: int = N_PINGS, timeout: float = GREETING_TIMEOUT) -> None:
         times = []
         for _ in range(count):
             sequence = self._state.next_sequence()
             begin = self._now()
-            link.request(Ping(sequence, sequence), begin + self._connect_timeout + GREETING_TIMEOUT)
+            link.request(Ping(sequence, sequence), begin + timeout)
             times.append(1e3 * (self._now() - begin))
         link.round_trip_ms = statistics.median(times)
 
@@ -294,7 +294,7 @@ class Dispatcher:
             # A request that is cut off leaves its worker in the middle of a frame: only a new connection helps.
             for link in unsent:
                 if link.is_open:
-                    link.drop("a request was cut off because of another worker")
+                    link.drop("a request was cut off because of another worker", counted=False)
             raise
         self._call = _Call((layer, call), sequence, shares, n_tokens, top_k, length, self._now() - begin)
 
@@ -336,6 +336,9 @@ class Dispatcher:
             if exact:
                 if places is None:
                     out[...] = values
+                elif n_tokens == 1:  # a few rows: quicker than numpy's indexing by a list
+                    for place, value in zip(places, values, strict=True):
+                        out[place] = value
                 else:
                     out[places] = values
             elif row_numbers is None:
@@ -349,7 +352,7 @@ class Dispatcher:
     def _absorb_arrived(self) -> None:
         """Take what has come since the last step: late answers, goodbyes, ends of connections. Never waits."""
         poller = select.poll()
-        links = {link.fileno(): link for link in self._links if link.is_open}
+        links = {link.fileno(): link for link in self._links if link.is_open and link.fileno() >= 0}
         for descriptor in links:
             poller.register(descriptor, select.POLLIN)
         deadline = self._now() + self._connect_timeout

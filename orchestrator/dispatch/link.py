@@ -37,7 +37,8 @@ class WorkerLink:
         self._link: Link | None = None
         self._connection = Connection(Role.BACKBONE)
         self._ledger = Ledger()
-        self._bytes_before = (0, 0)  # out and in, of earlier connections
+        # The connection with the bytes out and in of those before it: one value, because any thread may read it.
+        self._meter = (self._connection, 0, 0)
         self.welcome: Welcome | None = None  # the last one; kept after a loss, for the worker's name
         self.round_trip_ms: float | None = None
         self.rows = 0
@@ -70,8 +71,8 @@ class WorkerLink:
             WorkerLostError: no connection, or no greeting.
             WorkerRefusedError: the worker refuses, for example because of the protocol's version.
         """
-        self._bytes_before = self._bytes()
         self._connection = Connection(Role.BACKBONE, versions=hello.versions)
+        self._meter = (self._connection, *self._bytes())
         self._ledger = Ledger()
         try:
             self._link = self._connector.connect(connect_timeout)
@@ -102,16 +103,19 @@ class WorkerLink:
         self.close(text)
 
     def lose(self, error: FleetError, layer: int | None, *, to_connect: bool = False) -> NoReturn:
-        """Close the connection and raise the error that names worker and layer."""
-        self.drop(str(error))
+        """Close the connection and raise the error that names worker and layer.
+
+        A failed attempt to connect is not counted: while a worker is away there is one for every step.
+        """
+        self.drop(str(error), counted=not to_connect)
         kind: type[WorkerError] = WorkerLostError
         if isinstance(error, LinkTimeoutError) and not to_connect:
             kind = WorkerTimeoutError
         raise kind(str(error), worker=self.name, layer=layer, hint=error.hint) from error
 
-    def drop(self, reason: str) -> None:
-        """Close the connection and count the error."""
-        self._note(reason)
+    def drop(self, reason: str, *, counted: bool = True) -> None:
+        """Close the connection, and count the error unless it was counted before or is another worker's."""
+        self._note(reason, counted=counted)
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -125,8 +129,8 @@ class WorkerLink:
             self._note(text)
         raise WorkerRefusedError(text, worker=self.name, layer=layer)
 
-    def _note(self, error: str) -> None:
-        self.errors += 1
+    def _note(self, error: str, *, counted: bool = True) -> None:
+        self.errors += counted
         self.last_error = error
 
     # --- requests --------------------------------------------------------------------------------------------
@@ -233,8 +237,8 @@ class WorkerLink:
     # --- figures ---------------------------------------------------------------------------------------------
 
     def _bytes(self) -> tuple[int, int]:
-        before, connection = self._bytes_before, self._connection
-        return before[0] + connection.bytes_sent, before[1] + connection.bytes_received
+        connection, bytes_out, bytes_in = self._meter
+        return bytes_out + connection.bytes_sent, bytes_in + connection.bytes_received
 
     def statistics(self, ownership: Ownership) -> WorkerStatistics:
         """Give the counters."""

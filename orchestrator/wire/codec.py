@@ -81,9 +81,11 @@ class EncodedDispatch(NamedTuple):
 
 
 def frame_dispatch(minor: int, sequence: int, encoded: EncodedDispatch) -> Buffers:
-    """Frame an encoded dispatch."""
-    payload = (DISPATCH.pack(*encoded[:7]), encoded.rows, encoded.tail)
-    return [push_header(minor, MessageType.DISPATCH, sequence, payload), *payload]
+    """Frame an encoded dispatch, header and fixed part in one buffer."""
+    rows, tail = encoded.rows, encoded.tail
+    fixed = DISPATCH.pack(*encoded[:7])
+    head = push_header(minor, MessageType.DISPATCH, sequence, (fixed, rows, tail))
+    return [head + fixed, rows, tail]
 
 
 def push_tail(weights: FloatArray, counts: npt.NDArray[Any], experts: npt.NDArray[Any]) -> bytes:
