@@ -22,7 +22,7 @@ from typing import Final
 import bindings
 from orchestrator.engine.synth_blocks import random_blocks
 from orchestrator.engine.synth_metadata import encode_entries, tokenizer_keys
-from orchestrator.engine.synth_weights import byte_pieces
+from orchestrator.engine.synth_weights import byte_pieces, spread_of
 from orchestrator.errors import EngineError, InputError, UnknownArchitectureError
 from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS, Recipe
 from orchestrator.models.faithful import FAITHFUL, Faithful
@@ -76,7 +76,7 @@ def synth(
     progress: Progress | None = None,
     like: str | None = None,
     fused: bool = True,
-    scales: bool = True,
+    scales: bool | None = None,
     **overrides: int,
 ) -> None:
     """Write a random-weight model of an architecture, the same bytes for the same arguments.
@@ -84,17 +84,18 @@ def synth(
     ``like`` takes the shape of a known model (:data:`orchestrator.models.faithful.FAITHFUL`); the architecture
     must be that model's. ``overrides`` replace fields of
     :class:`orchestrator.models.hyperparameters.Dimensions`. ``fused`` keeps gate and up matrices in one tensor
-    where the architecture can; ``scales`` keeps the optional scale tensors. Raises
+    where the architecture can; ``scales`` keeps the optional scale tensors (by default in small models, which
+    are for testing, and not with ``like``, whose originals have none). Raises
     :class:`UnknownArchitectureError`, :class:`InputError` for impossible sizes, :class:`EngineError` where the
     engine refuses the hyperparameters.
     """
     model = None if like is None else _faithful(like, architecture)
     recipe = _recipe(architecture)
     start = recipe.dimensions if model is None else model.dimensions
-    order = _Order(architecture, recipe, _sized(start, overrides), model, seed, fused, scales)
+    keep_scales = model is None if scales is None else scales
+    order = _Order(architecture, recipe, _sized(start, overrides), model, seed, fused, keep_scales)
     metadata = _metadata(order)
-    shapes = list(_wanted(_ask_engine(metadata), order))
-    tensors = [_plan(shape, order) for shape in shapes]
+    tensors = [_plan(shape, order) for shape in _wanted(_ask_engine(metadata, _typed(order)), order)]
     destination.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(destination, encode_entries(metadata), tensors, alignment=DEFAULT_ALIGNMENT, progress=progress)
 
@@ -141,11 +142,27 @@ def _metadata(order: _Order) -> dict[str, Value]:
     return dict(tokenizer_keys(order.dimensions.n_vocab)) | metadata
 
 
-def _ask_engine(metadata: Mapping[str, Value]) -> tuple[_Shape, ...]:
+def _typed(order: _Order) -> list[PlannedTensor]:
+    """Name the expert matrices with their type: the engine reserves memory for what it lists, four times as much
+    for F32 as for the widest type that we write instead.
+    """
+    if order.model is None or order.model.expert_type is GgmlType.F32:
+        return []
+    kind = order.model.expert_type
+    block = bytes(kind.block_bytes)
+    names = [
+        f"blk.{layer}.ffn_{part}_exps.weight"
+        for layer in range(order.dimensions.n_layer)
+        for part in ("gate", "up", "down", "gate_up")
+    ]
+    return [PlannedTensor(name, kind, (kind.block_size,), lambda: [block]) for name in names]
+
+
+def _ask_engine(metadata: Mapping[str, Value], typed: Sequence[PlannedTensor]) -> tuple[_Shape, ...]:
     """Ask the engine, in a process of its own: a failed assertion there must not end this one."""
     with tempfile.TemporaryDirectory(prefix="linkcpp-synth-") as folder:
         path = Path(folder) / "metadata.gguf"
-        write_gguf(path, encode_entries(metadata), (), alignment=DEFAULT_ALIGNMENT)
+        write_gguf(path, encode_entries(metadata), typed, alignment=DEFAULT_ALIGNMENT)
         command = [sys.executable, "-m", "bindings.synth", str(path)]
         # the working folder comes first on the child's module path, wherever the packages were installed
         root = Path(bindings.__file__).parents[1]
@@ -167,7 +184,7 @@ def _wanted(shapes: Sequence[_Shape], order: _Order) -> Iterator[_Shape]:
             experts, dense = _FFN_EXPERTS.match(shape.name), _FFN_DENSE.match(shape.name)
             if (experts and int(experts[1]) < n_lead) or (dense and int(dense[1]) >= n_lead):
                 continue
-        if not order.scales and shape.name.endswith(".scale"):
+        if not order.scales and shape.name.endswith((".scale", ".input_scale")):
             continue
         if not order.fused and shape.name.endswith(_FUSED):
             row, width, *rest = shape.shape
@@ -185,10 +202,11 @@ def _plan(shape: _Shape, order: _Order) -> PlannedTensor:
             kind = order.model.expert_type
         elif MATRIX_WEIGHT.search(shape.name):
             kind = order.model.matrix_type
-    if kind in (GgmlType.F32, GgmlType.F16):
-        return PlannedTensor(
-            shape.name, kind, shape.shape, lambda: byte_pieces(order.seed, shape.name, shape.shape, kind)
-        )
-    return PlannedTensor(
-        shape.name, kind, shape.shape, lambda: random_blocks(order.seed, shape.name, kind, shape.shape)
-    )
+    spread = spread_of(shape.name, shape.shape, order.dimensions.n_layer)
+
+    def produce() -> Iterator[memoryview]:
+        if kind in (GgmlType.F32, GgmlType.F16):
+            return byte_pieces(order.seed, shape.name, shape.shape, spread, kind)
+        return random_blocks(order.seed, shape.name, kind, shape.shape, spread.deviation)
+
+    return PlannedTensor(shape.name, kind, shape.shape, produce)

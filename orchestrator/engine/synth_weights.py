@@ -41,18 +41,29 @@ _RULES: Final[tuple[tuple[str, Spread], ...]] = (
     (r"rope_(freqs|factors)", Spread(1.2, 0.1, sign=1)),
     (r"norm", Spread(1.0, 0.1)),
     (r"^token_types\.", Spread(0.0, 0.05)),  # the same row for all tokens: must not drown what tells them apart
-    (r"^(token_embd|position_embd)\.", Spread(0.0, 0.5)),
+    (r"^(token_embd|position_embd)\.", Spread(0.0, 1.0)),
 )
 
+# Matrices that write to the residual stream. In a deep stack of random layers the attention's averages would
+# otherwise drown the tokens: behind 60 layers all positions looked alike and chose the same experts.
+_RESIDUAL_WRITER: Final = re.compile(
+    r"\.(attn_output(_b)?|ffn_down\w*|ssm_out|ffn_(routed|latent)_up|shortconv\.out_proj)\.weight$"
+)
+_SHALLOW: Final = 4  # layers up to which no damping is needed
 
-def spread_of(name: str, shape: tuple[int, ...]) -> Spread:
-    """Choose the spread for a tensor; ``shape`` in ggml's order, so the first entry is the fan-in of a matrix."""
+
+def spread_of(name: str, shape: tuple[int, ...], n_layer: int) -> Spread:
+    """Choose the spread for a tensor of a model of ``n_layer`` layers.
+
+    ``shape`` is in ggml's order, so its first entry is the fan-in of a matrix.
+    """
     for pattern, spread in _RULES:
         if re.search(pattern, name):
             return spread
     if len(shape) == 1:
         return Spread(0.0, 0.3)
-    return Spread(0.0, 1.0 / math.sqrt(shape[0]))
+    damping = max(1.0, n_layer / _SHALLOW) if _RESIDUAL_WRITER.search(name) else 1.0
+    return Spread(0.0, 1.0 / math.sqrt(shape[0] * damping))
 
 
 def stream_of(seed: int, name: str) -> np.random.SFC64:
@@ -61,9 +72,8 @@ def stream_of(seed: int, name: str) -> np.random.SFC64:
     return np.random.SFC64(int.from_bytes(digest[:16], "little"))
 
 
-def float_pieces(seed: int, name: str, shape: tuple[int, ...]) -> Iterator[FloatArray]:
+def float_pieces(seed: int, name: str, shape: tuple[int, ...], spread: Spread) -> Iterator[FloatArray]:
     """Yield the tensor's values as flat F32 arrays of bounded size."""
-    spread = spread_of(name, shape)
     stream = stream_of(seed, name)
     remaining = math.prod(shape)
     factor = np.float32(spread.deviation * math.sqrt(3.0) / 2.0**31)
@@ -77,8 +87,10 @@ def float_pieces(seed: int, name: str, shape: tuple[int, ...]) -> Iterator[Float
         remaining -= count
 
 
-def byte_pieces(seed: int, name: str, shape: tuple[int, ...], kind: GgmlType = GgmlType.F32) -> Iterator[memoryview]:
+def byte_pieces(
+    seed: int, name: str, shape: tuple[int, ...], spread: Spread, kind: GgmlType = GgmlType.F32
+) -> Iterator[memoryview]:
     """Yield the same values as little-endian bytes of F32 or F16."""
     number = "<f2" if kind is GgmlType.F16 else "<f4"
-    for values in float_pieces(seed, name, shape):
+    for values in float_pieces(seed, name, shape, spread):
         yield memoryview(values.astype(number).tobytes())
