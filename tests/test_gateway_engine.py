@@ -7,9 +7,12 @@ import pytest
 
 from orchestrator.engine.model import Model
 from orchestrator.engine.session import Session
+from orchestrator.engine.synth import synth
+from orchestrator.errors import WorkerError
 from orchestrator.gateway.backbone import open_backbone
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.sequence import GenerationRequest, TextDelta
+from orchestrator.workers.local import LocalWorkers
 
 GREEDY = SamplingParameters(temperature=0)
 
@@ -53,3 +56,43 @@ def test_chunks_of_the_gateway_give_the_bytes_of_one_call(synthetic):
     with open_backbone(synthetic("llama"), n_ctx=512) as backbone, backbone.gateway() as gateway:
         tokens, logprobs, _ = ask(gateway, prompt, 1)
     assert (tokens, logprobs) == ([best], [float(expected)])
+
+
+# --- a star, compared with one process ----------------------------------------------------------------------------
+
+
+def decode(session, prompt, steps):
+    """Prefill, then greedy single steps; returns all their logits."""
+    logits = [session.decode(prompt)]
+    for _ in range(steps):
+        logits.append(session.decode([int(logits[-1][-1].argmax())]))
+    return np.concatenate(logits)
+
+
+def test_three_workers_a_prompt_of_300_tokens_and_two_of_eight_experts(tmp_path):
+    path = tmp_path / "mixtral-like.gguf"
+    synth("llama", path, n_expert=8, top_k=2)
+    prompt = numbers(300, 7)
+    with Model.open(path) as model, Session(model, n_ctx=512) as session:
+        oracle = decode(session, prompt, 4)
+    with LocalWorkers(path, 3) as workers, open_backbone(path, workers.addresses, n_ctx=512) as backbone:
+        assert decode(backbone.session, prompt, 4).tobytes() == oracle.tobytes()
+
+
+def test_a_prompt_of_one_token_reaches_both_workers(tmp_path):
+    path = tmp_path / "many-experts.gguf"
+    synth("qwen2moe", path, n_expert=128, top_k=8)
+    with Model.open(path) as model, Session(model, n_ctx=64) as session:
+        oracle = decode(session, [5], 1)
+    with LocalWorkers(path, 2) as workers, open_backbone(path, workers.addresses, n_ctx=64) as backbone:
+        assert decode(backbone.session, [5], 1).tobytes() == oracle.tobytes()
+        figures = backbone.dispatcher.statistics().workers
+        assert [worker.ownership.layers and worker.rows > 0 for worker in figures] == [True, True]
+        backbone.session.clear()
+        workers.kill(1)
+        with pytest.raises(WorkerError, match=r"local-2.*layer \d+|local-2") as caught:
+            backbone.session.decode([5])
+        assert caught.value.worker.startswith("local-2")
+        assert backbone.session.position == 0
+        workers.restart(1)
+        assert decode(backbone.session, [5], 1).tobytes() == oracle.tobytes()

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Final
 
 from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.engine.context import INVARIANT_ROWS
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
-from orchestrator.engine.session import INVARIANT_ROWS, Session
+from orchestrator.engine.session import Session
 from orchestrator.gateway.gateway import Gateway
 from orchestrator.models.gguf import GgufFile
 from orchestrator.types import Contract, EngineIdentity
