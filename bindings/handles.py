@@ -211,13 +211,17 @@ class HookHandle(Handle):
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """What a context is made with; ``flash_attention`` None leaves the choice to the engine."""
+    """What a context is made with; ``flash_attention`` None leaves the choice to the engine.
+
+    ``n_ctx`` is the engine's own number: all sequences together. ``unified`` puts them into one buffer.
+    """
 
     n_ctx: int
     n_batch: int
     n_ubatch: int
     n_threads: int
     n_sequences: int
+    unified: bool
     flash_attention: bool | None
 
 
@@ -235,7 +239,7 @@ class ContextHandle(Handle):
         params.n_seq_max = options.n_sequences
         params.n_threads = params.n_threads_batch = options.n_threads
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        params.kv_unified = options.n_sequences > 1
+        params.kv_unified = options.unified
         params.no_perf = True
         if hook is not None:
             shim.linkcpp_hook_attach(hook.address, ctypes.addressof(params))
@@ -247,15 +251,15 @@ class ContextHandle(Handle):
         self._pool = shim.linkcpp_threadpool_new(options.n_threads, _POLL)
         shim.llama_attach_threadpool(address, self._pool, self._pool)
         self._memory = api.llama_get_memory(address)
-        self._batch = api.llama_batch_init(options.n_batch, 0, 1)
-        self._tokens = np.ctypeslib.as_array(self._batch.token, (options.n_batch,))
-        self._positions = np.ctypeslib.as_array(self._batch.pos, (options.n_batch,))
-        self._wanted = np.ctypeslib.as_array(self._batch.logits, (options.n_batch,))
-        np.ctypeslib.as_array(self._batch.n_seq_id, (options.n_batch,))[:] = 1
-        self._sequence_ids = [self._batch.seq_id[i] for i in range(options.n_batch)]
-        for ids in self._sequence_ids:
-            ids[0] = 0
-        self.n_ctx = int(api.llama_n_ctx_seq(address)) if hasattr(api, "llama_n_ctx_seq") else options.n_ctx
+        n = options.n_batch
+        self._batch = api.llama_batch_init(n, 0, 1)
+        self._tokens = np.ctypeslib.as_array(self._batch.token, (n,))
+        self._positions = np.ctypeslib.as_array(self._batch.pos, (n,))
+        self._wanted = np.ctypeslib.as_array(self._batch.logits, (n,))
+        np.ctypeslib.as_array(self._batch.n_seq_id, (n,))[:] = 1
+        self._sequences = [self._batch.seq_id[i] for i in range(n)]
+        self._sequence_of = [-1] * n
+        self.n_ctx_sequence = int(api.llama_n_ctx_seq(address))
 
     def _free(self, address: int) -> None:
         api, shim = load()
@@ -263,15 +267,19 @@ class ContextHandle(Handle):
         api.llama_free(address)
         shim.linkcpp_threadpool_free(self._pool)
 
-    def decode(self, tokens: Sequence[int], position: int, *, every: bool) -> int:
-        """Run ``llama_decode`` on sequence 0 at ``position``; logits of all tokens or the last. Return its status."""
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[int]
+    ) -> int:
+        """Run ``llama_decode`` on one batch and return its status; logits are kept where ``outputs`` is not 0."""
         api, _ = load()
         n = len(tokens)
         self._batch.n_tokens = n
         self._tokens[:n] = tokens
-        self._positions[:n] = range(position, position + n)
-        self._wanted[:n] = every
-        self._wanted[n - 1] = 1
+        self._positions[:n] = positions
+        self._wanted[:n] = outputs
+        for i, sequence in enumerate(sequences):
+            if self._sequence_of[i] != sequence:
+                self._sequences[i][0] = self._sequence_of[i] = int(sequence)
         return int(api.llama_decode(self.address, self._batch))
 
     def logits(self, rows: int, n_vocab: int) -> FloatArray:
@@ -285,12 +293,49 @@ class ContextHandle(Handle):
         api, _ = load()
         return bool(api.llama_memory_seq_rm(self._memory, sequence, first, last))
 
-    def copy(self, source: int, destination: int) -> None:
-        """Make ``destination`` a copy-on-write copy of ``source``."""
+    def copy(self, source: int, destination: int, first: int = -1, last: int = -1) -> None:
+        """Make positions of ``source`` part of ``destination`` too (one buffer: copy on write)."""
         api, _ = load()
-        api.llama_memory_seq_cp(self._memory, source, destination, -1, -1)
+        api.llama_memory_seq_cp(self._memory, source, destination, first, last)
+
+    def keep(self, sequence: int) -> None:
+        """Forget all sequences but one."""
+        api, _ = load()
+        api.llama_memory_seq_keep(self._memory, sequence)
+
+    def can_shift(self) -> bool:
+        """Tell whether positions can be moved."""
+        api, _ = load()
+        return bool(api.llama_memory_can_shift(self._memory))
+
+    def shift(self, sequence: int, first: int, last: int, delta: int) -> None:
+        """Move positions; ask :meth:`can_shift` first, the engine aborts the process otherwise."""
+        api, _ = load()
+        api.llama_memory_seq_add(self._memory, sequence, first, last, delta)
+
+    def last_position(self, sequence: int) -> int:
+        """Return the highest position of a sequence, -1 if it is empty."""
+        api, _ = load()
+        return int(api.llama_memory_seq_pos_max(self._memory, sequence))
 
     def clear(self) -> None:
         """Forget all sequences."""
         api, _ = load()
         api.llama_memory_clear(self._memory, True)
+
+    def save(self, sequence: int) -> bytes:
+        """Return a sequence's state (of this context's layers)."""
+        api, _ = load()
+        size = api.llama_state_seq_get_size(self.address, sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        written = api.llama_state_seq_get_data(self.address, buffer, size, sequence)
+        if written == 0 and size > 0:
+            raise NativeError("the engine cannot save this sequence")
+        return bytes(memoryview(buffer)[:written])
+
+    def restore(self, sequence: int, state: bytes) -> None:
+        """Put a saved state into a sequence; raise :class:`NativeError` if it does not fit."""
+        api, _ = load()
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if api.llama_state_seq_set_data(self.address, buffer, len(state), sequence) == 0:
+            raise NativeError("the saved state does not fit this context")

@@ -25,7 +25,7 @@ def require_engine() -> None:
 class Model:
     """A model in memory, usable by any number of sessions; a context manager."""
 
-    def __init__(self, path: Path, handle: ModelHandle) -> None:
+    def __init__(self, path: Path, handle: ModelHandle, stage: tuple[int, int] | None = None) -> None:
         api, _ = load()
         self.path = path
         self.handle = handle
@@ -39,6 +39,9 @@ class Model:
         self.is_hybrid = bool(api.llama_model_is_recurrent(address) or api.llama_model_is_hybrid(address))
         self.bos = int(api.llama_vocab_bos(handle.vocab))
         self.eos = int(api.llama_vocab_eos(handle.vocab))
+        self.stage = stage if stage is not None else (0, self.n_layer)
+        self.is_whole = self.stage == (0, self.n_layer)
+        self.has_output = self.stage[1] == self.n_layer
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     @classmethod
@@ -47,11 +50,14 @@ class Model:
         path: str | Path,
         *,
         without_experts: bool = False,
+        stage: tuple[int, int] | None = None,
         repack: bool = False,
         gpu_layers: int = -1,
         progress: Callable[[float], None] | None = None,
     ) -> Model:
         """Load a GGUF; with ``without_experts`` its expert tensors take no memory and are not read.
+
+        ``stage`` (first, last) holds only the layers first to last - 1 of it.
 
         Raises :class:`ModelFileError` or :class:`UnknownArchitectureError` with the engine's words.
         """
@@ -61,7 +67,7 @@ class Model:
             handle = ModelHandle(
                 str(path),
                 without_experts=without_experts,
-                stage=None,
+                stage=stage,
                 repack=repack,
                 gpu_layers=gpu_layers,
                 progress=progress,
@@ -74,7 +80,7 @@ class Model:
                     hint="the engine is pinned; see `linkcpp engine info` for its version",
                 ) from error
             raise ModelFileError(f"{path}: {error}") from error
-        return cls(path, handle)
+        return cls(path, handle, stage)
 
     def close(self) -> None:
         """Free the weights; sessions of this model must be closed before."""

@@ -1,38 +1,38 @@
-"""Between the engine's MoE calls and whoever carries the rows: ctypes events in, arrays out.
+"""Between the engine's graph and Python: ctypes events in, arrays out.
 
-The arrays are views of engine memory. Addresses repeat from step to step (the engine reuses its graph), so views
-are kept by address and shape; making one costs more than everything else here.
+A graph stops at a MoE call whose experts are elsewhere (dispatch, combine) and behind the last layer of a stage
+(boundary). The arrays are views of engine memory, valid until the callback returns.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from bindings.handles import HookHandle
-from bindings.library import DISPATCH, EventStruct, LayerStruct
+from bindings.library import BOUNDARY, DISPATCH, EventStruct, LayerStruct
+from bindings.memory import FloatViews, IntegerViews, copy_bytes
 from orchestrator.dispatch.exchange import RowExchange
+from orchestrator.errors import ComputeError
 from orchestrator.types import TENSOR_ROLES, Contract, ExpertBatch, LayerDescriptor
 
 _STOP = 1
-_KEPT_VIEWS = 4096
-
-Views = dict[tuple[int | None, tuple[int, ...]], Any]
 
 
-class MoeHook:
-    """The callback of one context. An exception inside is kept for the caller and ends the step."""
+class GraphHook:
+    """The callback of one context. An exception inside is kept for the caller and ends the step.
 
-    def __init__(self, exchange: RowExchange, contract: Contract) -> None:
+    With an ``exchange`` the experts of every MoE call are its business. Boundaries that leave the stage are
+    collected for :meth:`take_boundary`, one part per micro-batch.
+    """
+
+    def __init__(self, exchange: RowExchange | None, contract: Contract) -> None:
         self._exchange = exchange
+        self._boundary: list[bytes] = []
         self._exact = contract is Contract.EXACT
-        self._floats: Views = {}
-        self._integers: Views = {}
+        self._floats = FloatViews()
+        self._integers = IntegerViews()
         self._failure: BaseException | None = None
-        self.handle = HookHandle(self._on_event, remote_experts=True, partial_sums=not self._exact)
+        self.handle = HookHandle(self._on_event, remote_experts=exchange is not None, partial_sums=not self._exact)
 
     def close(self) -> None:
         """Free the C side; the context must be closed before."""
@@ -43,43 +43,41 @@ class MoeHook:
         failure, self._failure = self._failure, None
         return failure
 
+    def take_boundary(self) -> bytes:
+        """Return what left the stage since the last call."""
+        boundary = b"".join(self._boundary)
+        self._boundary.clear()
+        return boundary
+
     def descriptors(self) -> tuple[LayerDescriptor, ...]:
         """Return the layers that the context dispatches, in graph order."""
         return tuple(descriptor_from_struct(layer) for layer in self.handle.layers())
 
     def _on_event(self, event: EventStruct) -> int:
         try:
+            if event.kind == BOUNDARY:
+                self._boundary.append(copy_bytes(event.out, event.n_bytes))
+                return 0
+            if self._exchange is None:
+                raise ComputeError("the engine asks for experts, and nobody was named to compute them")
             n_tokens, n_embd, top_k = event.n_tokens, event.n_embd, event.top_k
             if event.kind == DISPATCH:
                 self._exchange.dispatch(
                     ExpertBatch(
                         event.layer,
                         event.call,
-                        self._view(self._floats, ctypes.c_float, event.rows, (n_tokens, n_embd)),
-                        self._view(self._integers, ctypes.c_int32, event.experts, (n_tokens, top_k)),
-                        self._view(self._floats, ctypes.c_float, event.weights, (n_tokens, top_k)),
+                        self._floats.at(event.rows, (n_tokens, n_embd)),
+                        self._integers.at(event.experts, (n_tokens, top_k)),
+                        self._floats.at(event.weights, (n_tokens, top_k)),
                     )
                 )
             else:
                 shape = (n_tokens, top_k, n_embd) if self._exact else (n_tokens, n_embd)
-                self._exchange.combine(
-                    event.layer, event.call, self._view(self._floats, ctypes.c_float, event.out, shape)
-                )
+                self._exchange.combine(event.layer, event.call, self._floats.at(event.out, shape))
         except BaseException as error:  # nothing may cross the C frames below; the session raises it
             self._failure = error
             return _STOP
         return 0
-
-    @staticmethod
-    def _view(views: Views, kind: Any, address: int | None, shape: tuple[int, ...]) -> Any:
-        view = views.get((address, shape))
-        if view is None:
-            if len(views) >= _KEPT_VIEWS:
-                views.clear()
-            count = int(np.prod(shape))
-            view = np.ctypeslib.as_array((kind * count).from_address(address)).reshape(shape)
-            views[address, shape] = view
-        return view
 
 
 def descriptor_from_struct(layer: LayerStruct) -> LayerDescriptor:

@@ -1,0 +1,211 @@
+"""One context of the engine: batches of several sequences through the layers that its model holds.
+
+A step either happens or leaves no trace: when the exchange fails in the middle of a graph, every sequence is as it
+was before the call. Attention caches drop the new positions; recurrent state cannot be cut, so models that have
+any keep a copy-on-write backup of each sequence (``llama_memory_seq_cp``).
+
+Each sequence has a buffer of its own, filled in order of its positions: attention adds up in that order, so a
+sequence's bytes cannot depend on what else lived in the cache. Models with recurrent state share one buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from bindings.handles import ABORTED, ContextHandle, ContextOptions, NativeError
+from bindings.library import last_log_line
+from orchestrator.dispatch.exchange import RowExchange
+from orchestrator.engine.hook import GraphHook
+from orchestrator.engine.model import Model
+from orchestrator.errors import ComputeError, InputError
+from orchestrator.ring.steps import Clear, Copy, Keep, KvOperation, Remove, Restore, Shift, TokenBatch
+from orchestrator.types import Contract, FloatArray, LayerDescriptor
+
+INVARIANT_ROWS = 63
+"""Most rows of a micro-batch at which the CPU's kernels treat each row alone (64 switches flash attention's)."""
+
+_BATCH_TOKENS = 512
+_NO_SLOT = 1  # llama_decode: the KV cache is full
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step gave: [n_outputs, n_vocab] logits from the last stage, or the boundary for the next one."""
+
+    logits: FloatArray | None
+    boundary: bytes
+
+
+class Context:
+    """A context of ``model`` for ``n_sequences`` sequences of up to ``n_ctx`` tokens; closed before the model.
+
+    ``exchange`` computes the experts, or nobody but us does. With ``batch_invariant`` (the default) flash attention
+    is on and a micro-batch has at most 63 rows, so that logits do not depend on how tokens are grouped into steps;
+    the model must not be repacked either.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_sequences: int = 1,
+        n_ubatch: int = INVARIANT_ROWS,
+        n_batch: int | None = None,
+        n_threads: int = 1,
+        exchange: RowExchange | None = None,
+        contract: Contract = Contract.EXACT,
+        batch_invariant: bool = True,
+    ) -> None:
+        if min(n_ctx, n_ubatch, n_threads, n_sequences) < 1:
+            raise InputError("context size, micro-batch size, sequences and threads must be at least 1")
+        if batch_invariant:
+            n_ubatch = min(n_ubatch, INVARIANT_ROWS)
+        self.model = model
+        self.n_sequences = n_sequences
+        self._exchange = exchange
+        needs_hook = exchange is not None or not model.is_whole
+        self._hook = GraphHook(exchange, contract) if needs_hook else None
+        self._keeps_backup = model.is_hybrid and exchange is not None
+        slots = 2 * n_sequences if self._keeps_backup else n_sequences
+        # a recurrent memory needs micro-batches that are a multiple of its sequences
+        n_ubatch = max(n_ubatch // slots * slots, slots)
+        self.n_batch = n_batch or max(n_ubatch, _BATCH_TOKENS // n_ubatch * n_ubatch)
+        options = ContextOptions(
+            n_ctx=n_ctx * n_sequences,
+            n_batch=self.n_batch,
+            n_ubatch=min(n_ubatch, self.n_batch),
+            n_threads=n_threads,
+            n_sequences=slots,
+            unified=model.is_hybrid and slots > 1,
+            flash_attention=True if batch_invariant else None,
+        )
+        try:
+            self._context = ContextHandle(model.handle, options, self._hook.handle if self._hook else None)
+        except NativeError as error:
+            if self._hook:
+                self._hook.close()
+            raise ComputeError(f"{model.path}: {error}") from error
+        self.n_ctx = min(self._context.n_ctx_sequence, n_ctx)
+        self.descriptors: tuple[LayerDescriptor, ...] = self._hook.descriptors() if self._hook else ()
+
+    def close(self) -> None:
+        """Free the context and its caches."""
+        self._context.close()
+        if self._hook:
+            self._hook.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def decode(self, batch: TokenBatch, boundary: bytes = b"") -> Outcome:
+        """Run one batch; ``boundary`` comes from the stage before (then at most :attr:`n_batch` tokens at once).
+
+        On any error (the exchange's own, or :class:`ComputeError`) all sequences are as before the call.
+        """
+        self._check(batch)
+        starts = batch.starts()
+        if self._keeps_backup:
+            for sequence in starts:
+                self._context.remove(self._backup(sequence), -1, -1)
+                self._context.copy(sequence, self._backup(sequence))
+        try:
+            outcomes = [self._run(part, boundary) for part in batch.split(self.n_batch)]
+        except BaseException:
+            if self._exchange is not None:
+                self._exchange.abort_step()
+            for sequence, start in starts.items():
+                self._take_back(sequence, start)
+            raise
+        if len(outcomes) == 1:
+            return outcomes[0]
+        rows = [outcome.logits for outcome in outcomes if outcome.logits is not None]
+        return Outcome(np.concatenate(rows) if rows else None, b"")
+
+    def apply(self, operation: KvOperation) -> bool:
+        """Change the caches; False (and nothing changed) where this model's memory cannot do it."""
+        context = self._context
+        match operation:
+            case Remove(sequence, first, last):
+                return context.remove(sequence, -1 if first == 0 and last == -1 else first, last)
+            case Copy(source, destination, first, last):
+                context.copy(source, destination, first, last)
+            case Keep(sequence):
+                context.keep(sequence)
+            case Shift(sequence, first, last, delta):
+                if not context.can_shift():
+                    return False
+                context.shift(sequence, first, last, delta)
+            case Clear():
+                context.clear()
+            case Restore(sequence, state):
+                try:
+                    context.restore(sequence, state)
+                except NativeError as error:
+                    raise InputError(str(error)) from error
+        return True
+
+    def save(self, sequence: int) -> bytes:
+        """Return a sequence's state for :class:`Restore` in a context made alike."""
+        try:
+            return self._context.save(sequence)
+        except NativeError as error:
+            raise ComputeError(str(error)) from error
+
+    def length(self, sequence: int) -> int:
+        """Return how many positions a sequence has (its highest plus one)."""
+        return self._context.last_position(sequence) + 1
+
+    def graph(self) -> list[tuple[str, str]]:
+        """Return (op, name) of the nodes of the last graph, in order of computation; only of a hooked context."""
+        return self._hook.handle.graph() if self._hook else []
+
+    def _check(self, batch: TokenBatch) -> None:
+        if len(batch) > self.n_batch and not self.model.is_whole:
+            raise InputError(f"a batch of {len(batch)} tokens; at most {self.n_batch} fit")
+        if not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < self.model.n_vocab:
+            raise InputError(f"token ids must be from 0 to {self.model.n_vocab - 1}")
+        if not 0 <= int(batch.sequences.min()) <= int(batch.sequences.max()) < self.n_sequences:
+            raise InputError(f"sequence ids must be from 0 to {self.n_sequences - 1}")
+
+    def _run(self, batch: TokenBatch, boundary: bytes) -> Outcome:
+        if self._exchange is not None:
+            self._exchange.begin_step()
+        if self._hook is not None:
+            self._hook.take_boundary()
+            self._hook.handle.feed(boundary)
+        is_last = self.model.has_output
+        outputs = batch.outputs if is_last else batch.outputs & False
+        status = self._context.decode(batch.tokens, batch.positions, batch.sequences, outputs)  # type: ignore[arg-type]
+        failure = self._hook.take_failure() if self._hook else None
+        if failure is not None:
+            raise failure
+        if status == _NO_SLOT:
+            raise ComputeError("the KV cache has no room for these tokens")
+        if status != 0:
+            cause = "the computation was aborted" if status == ABORTED else f"llama_decode gave {status}"
+            raise ComputeError(f"decode failed: {last_log_line(cause)}")
+        if self._hook is not None and not self._hook.handle.was_fed():
+            raise ComputeError("the boundary from the stage before is not the one that these tokens need")
+        if not is_last:
+            return Outcome(None, self._hook.take_boundary() if self._hook else b"")
+        n = batch.n_outputs
+        return Outcome(self._context.logits(n, self.model.n_vocab) if n else None, b"")
+
+    def _backup(self, sequence: int) -> int:
+        return self.n_sequences + sequence
+
+    def _take_back(self, sequence: int, start: int) -> None:
+        if self._keeps_backup:
+            self._context.remove(sequence, -1, -1)
+            self._context.copy(self._backup(sequence), sequence)
+        else:
+            self._context.remove(sequence, start if start else -1, -1)

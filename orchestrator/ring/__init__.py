@@ -1,0 +1,1 @@
+"""The ring: steps and ordered KV operations that travel through stages of layers."""
