@@ -61,9 +61,7 @@ class TokenBatch:
         )
 
 
-def one_sequence(
-    tokens: list[int] | IntArray, position: int, *, sequence: int = 0, every: bool = False
-) -> TokenBatch:
+def one_sequence(tokens: Sequence[int], position: int, *, sequence: int = 0, every: bool = False) -> TokenBatch:
     """Make the batch that appends ``tokens`` to a sequence; logits of all of them, or of the last."""
     n = len(tokens)
     outputs = np.full(n, every, np.bool_)
