@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from bindings.experts import ExpertsHandle
 from bindings.handles import NativeError
+from orchestrator.engine.hook import struct_from_descriptor
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import require_engine
-from orchestrator.engine.hook import struct_from_descriptor
 from orchestrator.errors import ComputeError, InputError
 from orchestrator.models.gguf import GgufFile, expert_count
 from orchestrator.types import Contract, EngineIdentity, FloatArray, LayerDescriptor, Ownership, format_ranges
