@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_monitor_render import SNAPSHOT
 
 from orchestrator.errors import FleetError, InputError, ProtocolError
 from orchestrator.monitor.live import StatusPoller, fetch_snapshot, status_url
 from orchestrator.status.snapshot import FleetSnapshot, WorkerState
+from tests.test_monitor_render import SNAPSHOT
 
 ROOT = Path(__file__).resolve().parent.parent
 

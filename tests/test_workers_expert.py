@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers_twin import IDENTITY, TwinCompute, descriptor, expert_row
 
 from orchestrator.errors import ComputeError
 from orchestrator.types import Contract, Ownership, RefusalCode
@@ -25,6 +24,7 @@ from orchestrator.wire.messages import (
 )
 from orchestrator.workers.expert import ExpertService, ExpertSession, WorkerProfile
 from orchestrator.workers.inject import InjectedCompute, Injection
+from tests.workers_twin import IDENTITY, TwinCompute, descriptor, expert_row
 
 PROFILE = WorkerProfile(name="twin", pid=1, model_sha256="a" * 64, n_threads=1)
 

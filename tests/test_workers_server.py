@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-from workers_twin import IDENTITY, TwinCompute, descriptor, expert_row
 
 from orchestrator.errors import FleetError, ProtocolError
 from orchestrator.transport.base import Link, LinkLostError, Listener
@@ -37,6 +36,7 @@ from orchestrator.wire.messages import (
 from orchestrator.wire.state import Role
 from orchestrator.workers.expert import ExpertService, WorkerProfile
 from orchestrator.workers.server import ServerLimits, WorkerServer
+from tests.workers_twin import IDENTITY, TwinCompute, descriptor, expert_row
 
 OWNERSHIP = Ownership.product([0, 1], [0, 1, 2, 5])
 PATIENCE = 20.0
