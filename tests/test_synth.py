@@ -11,10 +11,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from llama_cpp import Llama
 
 from orchestrator.engine.synth import EXPERT_WEIGHT, architectures, synth
 from orchestrator.engine.synth_blocks import random_blocks
 from orchestrator.engine.synth_quantize import QUANTISED_TYPES, quantize
+from orchestrator.engine.synth_weights import Spread, float_pieces
 from orchestrator.errors import EngineError, InputError, UnknownArchitectureError
 from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS
 from orchestrator.models.faithful import FAITHFUL
@@ -88,6 +90,19 @@ def test_sizes_can_be_chosen(tmp_path: Path) -> None:
     found = probe(path)
     assert found["moe_layers"] == 3
     assert found["finite"]
+
+
+def test_weights_are_the_same_on_every_machine() -> None:
+    (values,) = float_pieces(0, "blk.0.ffn_up.weight", (4,), Spread(0.0, 1.0))
+    assert values.tobytes().hex() == "b0e47d3ffab9a3bf7489adbfbe4883bf"
+
+
+def test_tokenizer_takes_any_text(models: Path) -> None:
+    model = Llama(str(models / "llama.gguf"), n_ctx=64, verbose=False)
+    text = "the Größe of 鯨 and \U0001f433\n".encode()
+    tokens = model.tokenize(text, add_bos=False)
+    assert len(tokens) < len(text)  # some words are tokens of their own
+    assert model.detokenize(tokens).strip(b" ") == text
 
 
 def test_progress_ends_at_the_sum(tmp_path: Path) -> None:
