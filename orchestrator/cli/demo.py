@@ -60,7 +60,6 @@ class _Screen:
     def __init__(self, terminal: Terminal, path: Path) -> None:
         self._terminal = terminal
         self._path = path
-        self._answering = False
 
     def fleet(self, fleet: Fleet) -> None:
         """Show who holds what."""
@@ -75,7 +74,9 @@ class _Screen:
             for number, worker in enumerate(fleet.workers, 1)
         ]
         columns = ("worker", "address", "pid", "layers", "experts")
-        self._terminal.table(f"workers for {self._path.name}; this process holds no expert", columns, rows)
+        # A title in the table would be folded to the table's width.
+        self._terminal.print(f"workers for {self._path.name}; this process holds no expert", style="bold")
+        self._terminal.table("", columns, rows)
 
     def verdict(self, sentence: str) -> None:
         """Show what the gate says."""

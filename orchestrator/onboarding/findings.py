@@ -158,7 +158,7 @@ class GateRecord:
             "prompts": dict(self.prompts),
             "steps": self.steps,
             "created": self.created,
-            "seconds": round(self.seconds, 3),
+            "seconds": self.seconds,
             "injected": self.injected,
         }
 

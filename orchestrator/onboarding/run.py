@@ -98,7 +98,7 @@ def run_gate(
         prompts={prompt.name: len(prompt.tokens) for prompt in oracle.prompts},
         steps=options.steps,
         created=today().isoformat(timespec="seconds"),
-        seconds=meter.seconds,
+        seconds=round(meter.seconds, 3),
         injected=options.inject,
     )
     return GateReport(record, curves, floor_curve)
