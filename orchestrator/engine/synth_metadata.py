@@ -14,19 +14,9 @@ _INT32: Final = 5
 _FLOAT32: Final = 6
 
 _SPECIAL: Final = ("<unk>", "<s>", "</s>")
-_PIECES: Final = (
-    "\u2581",
-    *"etaoinshrdlcumwfgypbvk",
-    "\u2581the",
-    "\u2581and",
-    "ing",
-    "er",
-    "in",
-    "on",
-    "th",
-    "he",
-    "\n",
-)
+# merges go pair by pair, so a word needs its beginnings as pieces, too
+_WORDS: Final = tuple(f"\u2581{word}" for word in ("t", "th", "the", "a", "an", "and"))
+_PIECES: Final = ("\u2581", *"etaoinshrdlcumwfgypbvk", *_WORDS, "in", "ing", "er", "on", "th", "he", "\n")
 _NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6  # llama_token_type
 MINIMUM_VOCABULARY: Final = len(_SPECIAL) + 256
 
