@@ -14,8 +14,9 @@ import pytest
 
 from orchestrator.errors import DenseModelError, LinkcppError, ModelFileError
 from orchestrator.models.ggml_types import GgmlType
-from orchestrator.models.gguf import GgufFile, is_expert_tensor
+from orchestrator.models.gguf import GgufFile
 from orchestrator.models.gguf_header import read_header
+from orchestrator.models.gguf_manifest import is_expert_tensor
 
 
 def write_moe(path, *, experts=4, used=2, layers=2, architecture="llama", skip=(), extra=None, embedding=32, ff=32):

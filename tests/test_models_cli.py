@@ -73,6 +73,12 @@ def test_upcycle_slice_and_inspect_again(tmp_path, run):
     assert code == 0
     facts = json.loads(run("model", "inspect", backbone, "--json")[1])
     assert (facts["absent_tensors"], facts["experts"], facts["moe_layers"]) == (6, 8, [0, 1])
+    assert facts["held"] == []
+    code, out, _ = run("model", "slice", moe, "--experts", "2-3,7", "--layers", "1", "-o", tmp_path / "worker.gguf")
+    assert code == 0
+    assert "wrote" in out
+    facts = json.loads(run("model", "inspect", tmp_path / "worker.gguf", "--json")[1])
+    assert facts["held"] == [{"layers": "1", "experts": "2-3,7"}]
     assert "dense model" in run("model", "inspect", dense)[1]
 
 

@@ -11,9 +11,13 @@ import pytest
 from test_gguf import write_moe
 
 from orchestrator.errors import InputError, ModelFileError
-from orchestrator.models.gguf import GgufFile, is_expert_tensor, raw_entries
+from orchestrator.models.gguf import GgufFile, raw_entries
+from orchestrator.models.gguf_manifest import is_expert_tensor
 from orchestrator.models.gguf_writer import PlannedTensor, entry_strings, file_bytes, write_gguf
-from orchestrator.models.slices import write_backbone_slice
+from orchestrator.models.inspection import Inspection
+from orchestrator.models.slices import Selection, plan_slice, write_backbone_slice, write_slice
+from orchestrator.types import Ownership
+from orchestrator.workers.ownership import choose_ownership
 
 
 @pytest.fixture
@@ -152,3 +156,134 @@ def test_parts_become_one_file(tmp_path):
     assert part.header_sha256 == whole.header_sha256
     info = part.tensors["blk.1.attn_norm.weight"]
     assert np.frombuffer(part.path.read_bytes()[info.offset :][: info.n_bytes], np.float32).tolist() == [1.0] * 8
+
+
+# --- experts and layers -----------------------------------------------------------------------------------------
+
+
+def bytes_of(model, info, expert):
+    path, offset, size = model.expert_range(info, expert)
+    return path.read_bytes()[offset : offset + size]
+
+
+@pytest.mark.parametrize("experts", [(0, 1), (2, 3), (1,), (0, 3), (0, 1, 2, 3)])
+def test_a_slice_of_experts_holds_them_under_their_own_numbers(source, tmp_path, experts):
+    destination = tmp_path / "experts.gguf"
+    write_slice(source, destination, Selection(experts=experts))
+    whole, part = GgufFile.open(source), GgufFile.open(destination)
+    assert list(part.tensors) == [name for name in whole.tensors if is_expert_tensor(name)]
+    assert part.header_sha256 == whole.header_sha256
+    assert part.manifest == whole.manifest
+    assert part.shares == {0: experts, 1: experts}
+    assert (part.n_expert, part.bytes_per_expert(0), part.is_slice) == (4, whole.bytes_per_expert(0), True)
+    for layer in (0, 1):
+        for info in part.expert_tensors(layer):
+            original = whole.tensors[info.name]
+            assert info.n_bytes * 4 == original.n_bytes * len(experts)
+            for expert in experts:
+                assert bytes_of(part, info, expert) == bytes_of(whole, original, expert)
+    for absent in set(range(5)) - set(experts):
+        with pytest.raises(ModelFileError, match=f"of 4, not {absent}"):
+            part.expert_range(part.expert_tensors(1)[0], absent)
+
+
+def test_other_readers_open_a_slice_of_experts(source, tmp_path):
+    destination = tmp_path / "experts.gguf"
+    write_slice(source, destination, Selection(experts=(1, 3)))
+    theirs, oracle = gguf.GGUFReader(destination), gguf.GGUFReader(source)
+    arrays = {tensor.name: tensor.data for tensor in oracle.tensors}
+    assert [tensor.name for tensor in theirs.tensors] == [name for name in arrays if is_expert_tensor(name)]
+    for tensor in theirs.tensors:
+        assert np.array_equal(tensor.data, arrays[tensor.name][[1, 3]])
+    assert theirs.fields["linkcpp.slice.experts"].contents() == ["0-1:1,3"]
+    assert theirs.fields["tokenizer.chat_template"].contents() == "{{ messages }}\n"
+
+
+def test_layers_keep_their_blocks_and_what_belongs_to_none(source, tmp_path):
+    write_slice(source, tmp_path / "stage.gguf", Selection(layers=(1,)))
+    whole, part = GgufFile.open(source), GgufFile.open(tmp_path / "stage.gguf")
+    assert list(part.tensors) == [name for name in whole.tensors if not name.startswith("blk.0.")]
+    assert part.shares == {1: (0, 1, 2, 3)}
+    assert "linkcpp.slice.experts" not in part.metadata
+    write_slice(source, tmp_path / "trunk.gguf", Selection(layers=(1,), without_experts=True, without=("token_*",)))
+    names = list(GgufFile.open(tmp_path / "trunk.gguf").tensors)
+    assert names == ["blk.1.attn_norm.weight", "blk.1.ffn_gate_inp.weight"]
+    write_slice(source, tmp_path / "one.gguf", Selection(layers=(1,), experts=(2,)))
+    assert GgufFile.open(tmp_path / "one.gguf").shares == {1: (2,)}
+
+
+def test_slices_of_slices(source, tmp_path):
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    write_slice(source, first, Selection(experts=(0, 2, 3)))
+    write_slice(first, second, Selection(experts=(2,), layers=(0,)))
+    write_slice(source, tmp_path / "direct.gguf", Selection(experts=(2,), layers=(0,)))
+    assert second.read_bytes() == (tmp_path / "direct.gguf").read_bytes()
+    write_slice(first, tmp_path / "copy.gguf", Selection())
+    assert (tmp_path / "copy.gguf").read_bytes() == first.read_bytes()
+    with pytest.raises(InputError, match="lacks experts 1 of layer 0"):
+        write_slice(first, tmp_path / "none.gguf", Selection(experts=(1, 2)))
+    assert not (tmp_path / "none.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        (Selection(experts=(4,)), "no expert 4"),
+        (Selection(experts=(), layers=(0,)), "no expert was chosen"),
+        (Selection(experts=(0,), layers=(2,)), "no layer 2"),
+        (Selection(layers=(7,)), "no layer 7"),
+        (Selection(experts=(0,), without_experts=True), "not both"),
+        (Selection(without=("*",)), "no tensor at all"),
+    ],
+)
+def test_impossible_slices_are_refused(source, tmp_path, selection, message):
+    with pytest.raises(InputError, match=message):
+        write_slice(source, tmp_path / "none.gguf", selection)
+    assert not (tmp_path / "none.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["0-1:1,4"],
+        ["0-1:1-3"],
+        ["0-1:3,1"],
+        ["0-1:1;3"],
+        ["0:1,3", "0-1:1,3"],
+        ["0-99999:1,3"],
+        ["0-1:0-99999999999"],
+        ["0-1:1,-"],
+        ["0-1,1,3"],
+        ["1-0:1,3"],
+        [":1,3"],
+        ["0:1,3"],
+        [],
+    ],
+)
+def test_damaged_lists_of_experts_are_refused(source, tmp_path, texts):
+    plan = plan_slice(GgufFile.open(source), Selection(experts=(1, 3)))
+    entries = [entry for entry in plan.entries() if b"linkcpp.slice.experts" not in entry]
+    entries.append(entry_strings("linkcpp.slice.experts", texts))
+    tensors = [
+        PlannedTensor(tensor.info.name, tensor.info.type, tensor.shape, lambda size=tensor.n_bytes: [bytes(size)])
+        for tensor in plan.tensors
+    ]
+    write_gguf(tmp_path / "bad.gguf", entries, tensors, alignment=32)
+    with pytest.raises(ModelFileError, match=r"manifest is damaged|not as the slice's manifest says"):
+        GgufFile.open(tmp_path / "bad.gguf")
+
+
+def test_a_slice_says_what_it_lacks_when_it_is_inspected(source, tmp_path):
+    write_slice(source, tmp_path / "experts.gguf", Selection(experts=(1, 3), layers=(1,)))
+    inspection = Inspection.of(GgufFile.open(tmp_path / "experts.gguf"))
+    assert ("experts here", "1,3 of layers 1") in inspection.rows()
+    assert inspection.to_json()["held"] == [{"layers": "1", "experts": "1,3"}]
+    assert Inspection.of(GgufFile.open(source)).to_json()["held"] == [{"layers": "0-1", "experts": "0-3"}]
+
+
+def test_a_worker_owns_what_its_slice_holds(source, tmp_path):
+    write_slice(source, tmp_path / "experts.gguf", Selection(experts=(1, 3)))
+    part = GgufFile.open(tmp_path / "experts.gguf")
+    assert choose_ownership(part) == Ownership.product((0, 1), (1, 3))
+    assert choose_ownership(part, layers="1") == Ownership({1: (1, 3)})
+    assert choose_ownership(part, experts="3") == Ownership.product((0, 1), (3,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from orchestrator.models.catalog import Catalog, UpcycleSource, resolve_model
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.hyperparameters import Dimensions
 from orchestrator.models.inspection import Inspection, size_text
-from orchestrator.models.slices import write_backbone_slice
+from orchestrator.models.slices import Selection, write_slice
 from orchestrator.models.sources import get_model
 from orchestrator.models.upcycle import upcycle as write_upcycled
+from orchestrator.types import parse_ranges
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
 _OUTPUT = click.option(
@@ -122,18 +124,54 @@ def upcycle(terminal: Terminal, dense: str, output: Path, shards: int, copies: i
     terminal.print(f"wrote {output} ({size_text(size)}): {shards * copies} experts per layer, top-{shards}")
 
 
-@command.command("slice", short_help="Write a model without its experts.")
+def _selecting(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say what a slice keeps."""
+    for option in (
+        click.option(
+            "--without", multiple=True, metavar="PATTERN", help="Leave out these tensors too, as in 'token_embd.*'."
+        ),
+        click.option("--layers", metavar="LIST", help="Leave out the blocks of other layers than these, as in 3-20."),
+        click.option("--experts", metavar="LIST", help="Keep these experts, as in 0-63, and nothing else."),
+        click.option("--without-experts", is_flag=True, help="Leave out all routed experts."),
+    ):
+        function = option(function)
+    return function
+
+
+def _selection(without_experts: bool, experts: str | None, layers: str | None, without: tuple[str, ...]) -> Selection:
+    return Selection(
+        experts=None if experts is None else parse_ranges(experts, what="--experts"),
+        layers=None if layers is None else parse_ranges(layers, what="--layers"),
+        without_experts=without_experts,
+        without=without,
+    )
+
+
+@command.command("slice", short_help="Write a part of a model.")
 @click.argument("model")
 @_OUTPUT
-@click.option("--without-experts", is_flag=True, required=True, help="Leave out all routed experts.")
+@_selecting
 @click.pass_obj
-def slice_model(terminal: Terminal, model: str, output: Path, without_experts: bool) -> None:
-    """Write what the first machine needs of MODEL when others hold its experts."""
+def slice_model(
+    terminal: Terminal,
+    model: str,
+    output: Path,
+    without_experts: bool,
+    experts: str | None,
+    layers: str | None,
+    without: tuple[str, ...],
+) -> None:
+    """Write a part of MODEL: what a worker needs (--experts), the first machine (--without-experts) or a stage.
+
+    The file is a GGUF by itself and says what the whole model has. Bytes that it leaves out are not read.
+    """
+    selection = _selection(without_experts, experts, layers, without)
+    if selection.is_everything:
+        raise click.UsageError("say what to keep: --experts, --without-experts, --layers or --without")
     file = GgufFile.open(resolve_model(model))
-    file.require_moe()
     with terminal.progress("writing") as progress:
-        size = write_backbone_slice(file, output, progress=progress)
-    terminal.print(f"wrote {output} ({size_text(size)} of {size_text(file.n_bytes)}), without routed experts")
+        size = write_slice(file, output, selection, progress=progress)
+    terminal.print(f"wrote {output} ({size_text(size)} of {size_text(file.n_bytes)})")
 
 
 @command.command(short_help="Make a small model with random weights.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -15,7 +17,9 @@ from orchestrator.engine.hook import struct_from_descriptor
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import require_engine
 from orchestrator.errors import ComputeError, InputError
-from orchestrator.models.gguf import GgufFile, expert_count
+from orchestrator.models.gguf import GgufFile
+from orchestrator.models.gguf_header import TensorInfo
+from orchestrator.models.gguf_manifest import expert_count, expert_dimension
 from orchestrator.types import Contract, EngineIdentity, FloatArray, LayerDescriptor, Ownership, format_ranges
 
 IdArray = npt.NDArray[np.uint16]
@@ -60,21 +64,26 @@ class ExpertStore:
             if progress is not None:
                 progress(done, len(layers), f"layer {layer}")
             for tensor in self._file.expert_tensors(layer):
-                count = expert_count(tensor.name, tensor.shape)
+                whole = self._file.manifest[tensor.name].shape  # a slice holds fewer experts; their numbers stay
+                count = expert_count(tensor.name, whole)
                 ids = [expert for expert in self.ownership.experts[layer] if expert < count]
                 if not ids:
                     continue
-                kept = {"weight": 3, "bias": 2, "scale": 1}[tensor.name.rpartition(".")[2]]
-                shape = (*tensor.shape, 1, 1, 1)[:kept]
-                self.bytes_read += self._handle.load(
-                    tensor.name,
-                    int(tensor.type),
-                    shape,
-                    ids,
-                    str(self._file.files[tensor.file_index]),
-                    tensor.offset,
-                    mapped=mmap,
-                )
+                if mmap and len(self._file.stacked(tensor)) < count:
+                    raise InputError(
+                        f"{self._file.path} holds a part of the experts of layer {layer} and cannot be mapped",
+                        hint="leave out --mmap: a slice is read into memory",
+                    )
+                with _laid_out(self._file, tensor, ids, count) as (path, offset):
+                    self.bytes_read += self._handle.load(
+                        tensor.name,
+                        int(tensor.type),
+                        whole[: expert_dimension(tensor.name) + 1],
+                        ids,
+                        path,
+                        offset,
+                        mapped=mmap,
+                    )
         if progress is not None:
             progress(len(layers), len(layers), "ready")
 
@@ -118,9 +127,38 @@ class ExpertStore:
             raise ComputeError(str(error)) from error
 
 
+@contextmanager
+def _laid_out(file: GgufFile, tensor: TensorInfo, ids: Sequence[int], count: int) -> Iterator[tuple[str, int]]:
+    """Give a file and an offset at which expert ``id`` lies ``id`` times its size further on.
+
+    So it is in a whole model, and in a slice whose experts are one run: then the offset may be negative, modulo
+    2^64. Several runs of a slice are copied to their places in a file without extents between them, in memory.
+    """
+    _, _, size = file.expert_range(tensor, ids[0])
+    origins = {file.expert_range(tensor, expert)[1] - expert * size for expert in ids}
+    source = file.files[tensor.file_index]
+    if len(origins) == 1:
+        yield str(source), origins.pop() % (1 << 64)
+        return
+    try:
+        target = os.memfd_create("experts")
+        try:
+            os.ftruncate(target, count * size)
+            with source.open("rb") as from_file, open(target, "wb", closefd=False) as to_file:
+                for expert in ids:
+                    from_file.seek(file.expert_range(tensor, expert)[1])
+                    to_file.seek(expert * size)
+                    to_file.write(from_file.read(size))
+            yield f"/proc/self/fd/{target}", 0
+        finally:
+            os.close(target)
+    except (OSError, AttributeError) as error:
+        raise InputError(f"cannot gather the experts of {tensor.name} from {source}: {error}") from error
+
+
 def all_experts(file: GgufFile) -> Ownership:
-    """Own every expert of every MoE layer of a file."""
-    return Ownership.product(file.moe_layers, range(file.n_expert))
+    """Own every expert that a file holds: all of a whole model, its share of a slice."""
+    return Ownership(file.shares)
 
 
 def check_ownership(file: GgufFile, ownership: Ownership) -> None:
@@ -137,3 +175,10 @@ def check_ownership(file: GgufFile, ownership: Ownership) -> None:
         raise InputError("no expert is owned", hint="give --experts and --layers that name at least one")
     if highest >= file.n_expert:
         raise InputError(f"expert {highest} does not exist", hint=f"experts are 0 to {file.n_expert - 1}")
+    for layer, ids in ownership.experts.items():
+        absent = set(ids).difference(file.held_experts(layer))
+        if absent:
+            raise InputError(
+                f"{file.path} is a slice without experts {format_ranges(absent)} of layer {layer}",
+                hint=f"it holds experts {format_ranges(file.held_experts(layer))} of this layer",
+            )

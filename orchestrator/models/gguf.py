@@ -1,53 +1,60 @@
 """A GGUF model on disk: its metadata, its tensors and what it says about experts, without reading weights.
 
 A model may be split into parts (``NAME-00001-of-00003.gguf``), whose first part carries the metadata, and it may
-be a *slice*: a file that lacks tensors of the original but lists all of them in a manifest (three arrays
-``linkcpp.manifest.names``, ``.types`` and ``.shapes`` with four lengths per tensor, padded with 1).
+be a *slice*: a file that lacks tensors or experts of the original and says so (see :mod:`.gguf_manifest`).
+Experts are always named by their number in the whole model.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from orchestrator.errors import DenseModelError, ModelFileError
-from orchestrator.models.ggml_types import GgmlType
 from orchestrator.models.gguf_header import MAGIC, Header, Metadata, TensorInfo, padded, read_header
+from orchestrator.models.gguf_manifest import (
+    EXPERT_TENSOR,
+    MANIFEST_PREFIX,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    SLICE_EXPERTS,
+    SLICE_PREFIX,
+    Shares,
+    TensorShape,
+    expert_count,
+    four,
+    parse_manifest,
+    parse_shares,
+    with_experts,
+)
+from orchestrator.types import format_ranges
 
-EXPERT_TENSOR: Final = re.compile(r"blk\.(\d+)\.ffn_(up|gate|down|gate_up)_(?:ch)?exps\.(weight|bias|scale)")
-"""Names of the routed experts' tensors (groups: layer, role, kind); not arctic's norm ``ffn_norm_exps``."""
-
-MANIFEST_PREFIX: Final = "linkcpp.manifest."
 SPLIT_PREFIX: Final = "split."
+FILE_PREFIXES: Final = (SPLIT_PREFIX, MANIFEST_PREFIX, SLICE_PREFIX)
+"""Keys that tell about a file and not about the model."""
+
 _PART_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-# The engine aborts the whole process beyond these, so they are refused here (llama-hparams.h of the pin).
-_MAX_LAYERS: Final = 512
-_MAX_EXPERTS: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class TensorShape:
-    """A tensor of the whole model, present in this file or not; ``shape`` has four lengths."""
-
-    name: str
-    type: GgmlType
-    shape: tuple[int, int, int, int]
-
-
-def is_expert_tensor(name: str) -> bool:
-    """Tell whether a tensor holds routed experts, stacked along its last dimension."""
-    return EXPERT_TENSOR.fullmatch(name) is not None
 
 
 class GgufFile:
     """An opened model; holds no file handle, so it may be kept and shared."""
 
-    __slots__ = ("_header_sha256", "_layers", "files", "headers", "manifest", "metadata", "path", "tensors")
+    __slots__ = (
+        "_header_sha256",
+        "_layers",
+        "_shares",
+        "files",
+        "headers",
+        "manifest",
+        "metadata",
+        "path",
+        "tensors",
+    )
 
     def __init__(self, headers: tuple[Header, ...], tensors: Mapping[str, TensorInfo]) -> None:
         self.headers = headers
@@ -56,6 +63,7 @@ class GgufFile:
         self.metadata = Metadata(self.path, headers[0].entries)
         self.tensors = MappingProxyType(dict(tensors))
         self.manifest = MappingProxyType({shape.name: shape for shape in _manifest(self)})
+        self._shares: Shares = MappingProxyType(_shares(self))
         self._layers = _expert_layers(self.manifest)
         self._header_sha256: str | None = None
 
@@ -77,6 +85,7 @@ class GgufFile:
         model = cls(headers, tensors)
         model._check_parts()
         model._check_counts()
+        model._check_manifest()
         return model
 
     # --- facts -----------------------------------------------------------------------------------------------
@@ -126,8 +135,8 @@ class GgufFile:
 
     @property
     def is_slice(self) -> bool:
-        """Tell whether tensors of the model are not in this file."""
-        return len(self.manifest) != len(self.tensors)
+        """Tell whether tensors or experts of the model are not in this file."""
+        return len(self.manifest) != len(self.tensors) or bool(self._shares)
 
     @property
     def n_bytes(self) -> int:
@@ -157,20 +166,45 @@ class GgufFile:
         """Return the routed experts' tensors of a layer that are in this file, in the order of the file."""
         return tuple(self.tensors[name] for name in self._layers.get(layer, ()) if name in self.tensors)
 
+    def held_experts(self, layer: int) -> tuple[int, ...]:
+        """Return the ids of the routed experts of a layer that are in this file, ascending."""
+        if not self.expert_tensors(layer):
+            return ()
+        return self._shares.get(layer, tuple(range(self.n_expert)))
+
+    @property
+    def shares(self) -> Shares:
+        """The experts that are in this file, layer by layer; layers without any are left out."""
+        held = {layer: self.held_experts(layer) for layer in self._layers}
+        return MappingProxyType({layer: ids for layer, ids in held.items() if ids})
+
+    def stacked(self, tensor: TensorInfo) -> Sequence[int]:
+        """Return the ids of the experts that a stacked tensor of this file holds, in the order of their bytes."""
+        whole = expert_count(tensor.name, self.manifest[tensor.name].shape)
+        ids = self._shares.get(_layer_of(tensor.name))
+        return range(whole) if ids is None else ids[: bisect.bisect_left(ids, whole)]
+
     def expert_range(self, tensor: TensorInfo, expert: int) -> tuple[Path, int, int]:
-        """Return file, offset and bytes of one expert's part of a stacked tensor."""
-        count = expert_count(tensor.name, tensor.shape)
-        if not 0 <= expert < count:
-            raise ModelFileError(f"{self.path}: {tensor.name} holds experts 0 to {count - 1}, not {expert}")
-        size = tensor.n_bytes // count
-        return self.files[tensor.file_index], tensor.offset + expert * size, size
+        """Return file, offset and bytes of one expert's part of a stacked tensor.
+
+        Raise :class:`ModelFileError` for an expert that this file does not have.
+        """
+        ids = self.stacked(tensor)
+        place = bisect.bisect_left(ids, expert)
+        if place == len(ids) or ids[place] != expert:
+            whole = expert_count(tensor.name, self.manifest[tensor.name].shape)
+            raise ModelFileError(
+                f"{self.path}: {tensor.name} holds experts {format_ranges(ids)} of {whole}, not {expert}"
+            )
+        size = tensor.n_bytes // len(ids)
+        return self.files[tensor.file_index], tensor.offset + place * size, size
 
     def bytes_per_expert(self, layer: int) -> int:
         """Return what one expert of a layer takes, from the manifest where the file lacks it."""
         total = 0
         for name in self._layers.get(layer, ()):
             entry = self.manifest[name]
-            total += entry.type.bytes_of(_elements(entry.shape)) // expert_count(name, entry.shape)
+            total += entry.n_bytes // expert_count(name, entry.shape)
         return total
 
     # --- identity --------------------------------------------------------------------------------------------
@@ -179,12 +213,12 @@ class GgufFile:
     def header_sha256(self) -> str:
         """Hash of metadata and tensor list: equal for a model, its split parts and its slices.
 
-        Keys that tell about the file and not the model (``split.*``, the manifest) and offsets stay out. Weights
+        Keys that tell about the file and not the model (:data:`FILE_PREFIXES`) and offsets stay out. Weights
         are not read, so two models that differ only in weights are equal here: the gate tells those apart.
         """
         if self._header_sha256 is None:
             digest = hashlib.sha256()
-            for raw in raw_entries(self.headers[0], without=(SPLIT_PREFIX, MANIFEST_PREFIX)):
+            for raw in raw_entries(self.headers[0], without=FILE_PREFIXES):
                 digest.update(raw)
             for name in sorted(self.manifest):
                 entry = self.manifest[name]
@@ -202,26 +236,36 @@ class GgufFile:
         if len(self.headers) > 1 and isinstance(expected, int) and expected != len(self.tensors):
             raise ModelFileError(f"{self.path}: the parts hold {len(self.tensors)} tensors instead of {expected}")
 
+    def _check_manifest(self) -> None:
+        """Refuse a slice whose tensors are not what its manifest and its list of experts say."""
+        for info in self.tensors.values():
+            listed = self.manifest.get(info.name)
+            expected = None if listed is None else listed.shape
+            if listed is not None and EXPERT_TENSOR.fullmatch(info.name) and _layer_of(info.name) in self._shares:
+                expected = four(with_experts(info.name, listed.shape, len(self.stacked(info))))
+            if listed is None or (listed.type, expected) != (info.type, four(info.shape)):
+                raise ModelFileError(f"{self.path}: tensor {info.name} is not as the slice's manifest says")
+
     def _check_counts(self) -> None:
         """Refuse counts on which the engine would abort the process instead of returning an error."""
-        if "general.architecture" not in self.metadata:
-            return
-        experts, used = self.n_expert, self.top_k
-        groups, groups_used = self.number("expert_group_count", 0), self.number("expert_group_used_count", 0)
         stacked = {
             name: expert_count(name, self.manifest[name].shape) for names in self._layers.values() for name in names
         }
         empty = next((name for name, count in stacked.items() if count == 0), None)
+        if empty is not None:
+            raise ModelFileError(f"{self.path} is damaged or not supported: {empty} holds zero experts")
+        if "general.architecture" not in self.metadata:
+            return
+        experts, used = self.n_expert, self.top_k
+        groups, groups_used = self.number("expert_group_count", 0), self.number("expert_group_used_count", 0)
         wrong = next((n for n, count in stacked.items() if count != experts and "_chexps" not in n), None)
         problem = None
-        if "block_count" in _keys_of(self) and not 0 < self.n_layer <= _MAX_LAYERS:
-            problem = f"it claims {self.n_layer} layers (1 to {_MAX_LAYERS} are possible)"
-        elif empty is not None:
-            problem = f"{empty} holds zero experts"
+        if "block_count" in _keys_of(self) and not 0 < self.n_layer <= MAX_LAYERS:
+            problem = f"it claims {self.n_layer} layers (1 to {MAX_LAYERS} are possible)"
         elif stacked and experts == 0:
             problem = f"it has expert tensors and says that it has zero experts ({self.architecture}.expert_count)"
-        elif not 0 <= experts <= _MAX_EXPERTS:
-            problem = f"it claims {experts} experts (at most {_MAX_EXPERTS} are possible)"
+        elif not 0 <= experts <= MAX_EXPERTS:
+            problem = f"it claims {experts} experts (at most {MAX_EXPERTS} are possible)"
         elif used > experts:
             problem = f"top-k {used} is larger than its {experts} experts"
         elif experts > 0 and used <= 0:
@@ -234,15 +278,6 @@ class GgufFile:
             problem = f"{experts} experts in {groups} groups of which {groups_used} are used"
         if problem is not None:
             raise ModelFileError(f"{self.path} is damaged or not supported: {problem}")
-
-
-def expert_count(name: str, shape: Iterable[int]) -> int:
-    """Return how many experts a stacked tensor holds: the length of weight [2], bias [1] or scale [0]."""
-    match = EXPERT_TENSOR.fullmatch(name)
-    if match is None:
-        raise ModelFileError(f"{name} is not a tensor of routed experts")
-    lengths = (*shape, 1, 1, 1)
-    return lengths[{"weight": 2, "bias": 1, "scale": 0}[match[3]]]
 
 
 def raw_entries(header: Header, without: tuple[str, ...] = ()) -> Iterable[bytes]:
@@ -262,13 +297,6 @@ def _keys_of(model: GgufFile) -> set[str]:
     return {key[len(prefix) :] for key in model.metadata if key.startswith(prefix)}
 
 
-def _elements(shape: Iterable[int]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
-
-
 def _expert_layers(manifest: Mapping[str, TensorShape]) -> dict[int, tuple[str, ...]]:
     layers: dict[int, tuple[str, ...]] = {}
     for name in manifest:
@@ -278,34 +306,34 @@ def _expert_layers(manifest: Mapping[str, TensorShape]) -> dict[int, tuple[str, 
     return dict(sorted(layers.items()))
 
 
-def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    first, second, third, fourth = (*shape, 1, 1, 1, 1)[:4]
-    return first, second, third, fourth
+def _layer_of(name: str) -> int:
+    match = EXPERT_TENSOR.fullmatch(name)
+    if match is None:
+        raise ModelFileError(f"{name} is not a tensor of routed experts")
+    return int(match[1])
 
 
 def _manifest(model: GgufFile) -> list[TensorShape]:
     """Return all tensors of the original: the manifest of a slice, else the file's own."""
     if MANIFEST_PREFIX + "names" not in model.metadata:
-        return [TensorShape(info.name, info.type, _four(info.shape)) for info in model.tensors.values()]
-    columns = [model.metadata.get(MANIFEST_PREFIX + key) for key in ("names", "types", "shapes")]
-    names, types, shapes = (column if isinstance(column, list) else [] for column in columns)
-    numbers = [item for item in shapes if isinstance(item, int) and 0 <= item < 1 << 48]
-    known = {int(kind) for kind in GgmlType}
-    kinds = [GgmlType(item) for item in types if isinstance(item, int) and item in known]
-    if not len(set(names)) == len(names) == len(types) == len(kinds) or not 4 * len(names) == len(shapes) == len(
-        numbers
-    ):
-        raise ModelFileError(f"{model.path}: the slice's manifest is damaged", hint="make the slice again")
-    manifest = [
-        TensorShape(str(name), kind, _four(tuple(numbers[4 * index : 4 * index + 4])))
-        for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
-    ]
-    by_name = {entry.name: entry for entry in manifest}
-    for info in model.tensors.values():
-        listed = by_name.get(info.name)
-        if listed is None or (listed.type, listed.shape) != (info.type, _four(info.shape)):
-            raise ModelFileError(f"{model.path}: tensor {info.name} is not as the slice's manifest says")
+        return [TensorShape(info.name, info.type, four(info.shape)) for info in model.tensors.values()]
+    manifest = parse_manifest(*(model.metadata.get(MANIFEST_PREFIX + key) for key in ("names", "types", "shapes")))
+    if manifest is None:
+        raise _damaged(model)
     return manifest
+
+
+def _shares(model: GgufFile) -> dict[int, tuple[int, ...]]:
+    if SLICE_EXPERTS not in model.metadata:
+        return {}
+    shares = parse_shares(model.metadata[SLICE_EXPERTS])
+    if shares is None:
+        raise _damaged(model)
+    return shares
+
+
+def _damaged(model: GgufFile) -> ModelFileError:
+    return ModelFileError(f"{model.path}: the slice's manifest is damaged", hint="make the slice again")
 
 
 def _other_parts(first: Header) -> list[Header]:

@@ -71,14 +71,19 @@ def entry_uint64s(key: str, values: Sequence[int]) -> bytes:
 
 def file_bytes(path: Path, info: TensorInfo) -> Iterator[bytes]:
     """Stream a tensor's bytes from its file."""
+    return range_bytes(path, info.offset, info.n_bytes, info.name)
+
+
+def range_bytes(path: Path, offset: int, size: int, what: str) -> Iterator[bytes]:
+    """Stream a range of a file; raise :class:`ModelFileError` naming ``what`` where the file ends before."""
     try:
         with path.open("rb") as file:
-            file.seek(info.offset)
-            left = info.n_bytes
+            file.seek(offset)
+            left = size
             while left:
                 chunk = file.read(min(left, _CHUNK))
                 if not chunk:
-                    raise ModelFileError(f"{path}: the file became shorter while {info.name} was read")
+                    raise ModelFileError(f"{path}: the file became shorter while {what} was read")
                 left -= len(chunk)
                 yield chunk
     except OSError as error:
@@ -102,7 +107,7 @@ def write_gguf(
     total = sum(padded(tensor.n_bytes, alignment) for tensor in tensors)
     try:
         with partial.open("wb") as file:
-            file.write(_header(entries, tensors, alignment))
+            file.write(header_bytes(entries, tensors, alignment))
             done = 0
             for tensor in tensors:
                 written = 0
@@ -126,7 +131,8 @@ def write_gguf(
     return size
 
 
-def _header(entries: Sequence[bytes], tensors: Sequence[PlannedTensor], alignment: int) -> bytes:
+def header_bytes(entries: Sequence[bytes], tensors: Sequence[PlannedTensor], alignment: int) -> bytes:
+    """Encode everything before the data, padded to the alignment; the tensors' data follows in this order."""
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(entries)), *entries]
     offset = 0
     for tensor in tensors:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.models.gguf import GgufFile, is_expert_tensor
+from orchestrator.models.gguf import GgufFile
+from orchestrator.models.gguf_manifest import format_shares, is_expert_tensor
 from orchestrator.types import format_ranges
 
 
@@ -28,8 +29,10 @@ class Inspection:
     types: Mapping[str, int]
     n_tensors: int
     absent_tensors: int
+    held: tuple[tuple[str, str], ...]  # (layers, experts) in the file, as ranges
     n_ctx_train: int
     n_embd: int
+    is_slice: bool
     has_chat_template: bool
     header_sha256: str
 
@@ -51,8 +54,12 @@ class Inspection:
             types=dict(Counter(shape.type.name for shape in shapes)),
             n_tensors=len(model.manifest),
             absent_tensors=len(model.manifest) - len(model.tensors),
+            held=tuple(
+                (layers, experts) for layers, _, experts in (t.partition(":") for t in format_shares(model.shares))
+            ),
             n_ctx_train=model.number("context_length", 0),
             n_embd=model.number("embedding_length", 0),
+            is_slice=model.is_slice,
             has_chat_template="tokenizer.chat_template" in model.metadata,
             header_sha256=model.header_sha256,
         )
@@ -79,6 +86,7 @@ class Inspection:
             "types": dict(self.types),
             "tensors": self.n_tensors,
             "absent_tensors": self.absent_tensors,
+            "held": [{"layers": layers, "experts": experts} for layers, experts in self.held],
             "context_length": self.n_ctx_train,
             "embedding_length": self.n_embd,
             "chat_template": self.has_chat_template,
@@ -98,7 +106,7 @@ class Inspection:
             ("tensors", f"{self.n_tensors} ({_counts(self.types)})"),
             ("chat template", "yes" if self.has_chat_template else "no"),
         ]
-        if self.absent_tensors:
+        if self.is_slice:
             rows.append(("slice", f"{self.absent_tensors} of the tensors are not in this file"))
         if not self.moe_layers:
             return [*rows, ("experts", "none: a dense model")]
@@ -107,6 +115,7 @@ class Inspection:
             *rows,
             ("MoE layers", f"{format_ranges(self.moe_layers)} ({len(self.moe_layers)})"),
             ("experts", f"{self.n_expert}, top-{self.top_k}"),
+            *[("experts here", f"{experts} of layers {layers}") for layers, experts in self.held if self.is_slice],
             ("expert types", _counts(self.expert_types)),
             ("one expert", f"{per_expert} per layer"),
             ("all experts", f"{size_text(self.all_expert_bytes)} in all layers"),

@@ -51,7 +51,7 @@ def parse_ownership(parts: Sequence[str]) -> Ownership:
 def choose_ownership(
     model: GgufFile, layers: str | None = None, experts: str | None = None, own: Sequence[str] = ()
 ) -> Ownership:
-    """Turn ``--layers``, ``--experts`` (all by default) or ``--own`` into an ownership.
+    """Turn ``--layers``, ``--experts`` (all that the file holds by default) or ``--own`` into an ownership.
 
     Raises :class:`InputError` for layers and experts that the model does not have.
     """
@@ -60,9 +60,14 @@ def choose_ownership(
     if own:
         chosen = parse_ownership(own)
     else:
-        chosen = Ownership.product(
-            parse_ranges(layers, what="--layers") if layers else model.moe_layers,
-            parse_ranges(experts, what="--experts") if experts else range(model.n_expert),
+        held = model.shares
+        wanted = parse_ranges(experts, what="--experts") if experts else None
+        everything = tuple(range(model.n_expert))  # where the file holds nothing, so that the store says so
+        chosen = Ownership(
+            {
+                layer: wanted or held.get(layer, everything)
+                for layer in (parse_ranges(layers, what="--layers") if layers else tuple(held) or model.moe_layers)
+            }
         )
     strange = [layer for layer in chosen.layers if layer not in model.moe_layers]
     if strange:
