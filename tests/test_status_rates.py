@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,9 +60,17 @@ def test_history_adds_up_to_what_was_counted(steps: list[tuple[float, int]]) -> 
         now, total = now + wait, total + count
         made.observe(now, total)
     counted = sum(made.history(now, seconds=10_000))
-    # The first fraction of a second is not part of a whole one.
-    assert counted <= total + 1e-6
-    assert counted == pytest.approx(total - made._total_at(now - int(now)), abs=1e-6)
+    # The fraction of a second at the end is not part of a whole one.
+    assert counted == pytest.approx(made._total_at(math.floor(now)), abs=1e-6)
+
+
+def test_a_second_keeps_its_value_from_one_look_to_the_next() -> None:
+    made = series((0, 0), (0.9, 9), (1.9, 12), (2.4, 40))
+    early = made.history(2.4)
+    made.observe(3.3, 70)
+    late = made.history(3.3)
+    assert len(early) == 2
+    assert late[:2] == early
 
 
 def test_old_observations_are_dropped() -> None:

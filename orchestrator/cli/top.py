@@ -8,8 +8,10 @@ import time
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.errors import FleetError
 from orchestrator.monitor.live import StatusPoller, fetch_snapshot, status_url, watch
 from orchestrator.monitor.render import View, render
+from orchestrator.status.snapshot import FleetSnapshot
 
 
 @click.command("top")
@@ -26,13 +28,21 @@ def command(terminal: Terminal, url: str, once: bool, as_json: bool, interval: f
     if as_json and not once:
         _follow(terminal, url, interval)
     elif as_json:
-        terminal.json(fetch_snapshot(status_url(url)).to_json())
+        terminal.json(_fetch(url).to_json())
     elif once or not terminal.console.is_terminal:
         console = terminal.console
-        view = View(url, fetch_snapshot(status_url(url)))
+        view = View(url, _fetch(url))
         console.print(render(view, console.width, ascii_only=console.options.ascii_only))
     else:
         watch(StatusPoller(url), terminal.console, interval)
+
+
+def _fetch(url: str) -> FleetSnapshot:
+    try:
+        return fetch_snapshot(status_url(url))
+    except FleetError as error:
+        hint = error.hint or f"is `linkcpp serve` running at {url}?"
+        raise FleetError(f"no status from {url}: {error}", hint=hint) from error
 
 
 def _follow(terminal: Terminal, url: str, interval: float) -> None:

@@ -7,6 +7,7 @@ notes the total and the time here. Between two looks the total is taken to have 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from typing import Final
 
@@ -40,11 +41,16 @@ class TotalSeries:
         return max(0.0, self._total_at(now) - self._total_at(begin)) / (now - begin)
 
     def history(self, now: float, seconds: int = 60) -> tuple[float, ...]:
-        """Return the growth in each of the last ``seconds`` seconds, oldest first, from the first observation on."""
+        """Return the growth in each of the last ``seconds`` whole seconds, oldest first.
+
+        The seconds begin where the clock's do, not ``now`` minus whole numbers: a second keeps its value from one
+        look to the next. The first is the one after the first observation.
+        """
         if not self._samples:
             return ()
-        span = min(seconds, int(now - self._samples[0][0]))
-        totals = [self._total_at(now - back) for back in range(span, -1, -1)]
+        end = math.floor(now)
+        span = min(seconds, end - math.ceil(self._samples[0][0]))
+        totals = [self._total_at(end - back) for back in range(span, -1, -1)]
         return tuple(max(0.0, after - before) for before, after in itertools.pairwise(totals))
 
     def _total_at(self, moment: float) -> float:
