@@ -132,6 +132,14 @@ def test_shows_the_running_request_and_the_speed(width: int) -> None:
     assert "1.5k tokens  9 requests finished, 1 failed" in text
 
 
+def test_a_long_request_id_is_cut_and_takes_no_second_line() -> None:
+    request = dataclasses.replace(SNAPSHOT.request, id="cmpl-" + 40 * "a")
+    lines = draw(View(URL, dataclasses.replace(SNAPSHOT, request=request)), 80)
+    (line,) = [line for line in lines if line.startswith("request")]
+    assert "21.5 tokens/s  cmpl-aaa" in line
+    assert lines[lines.index(line) + 1].startswith("tokens/s")
+
+
 def test_an_idle_gateway_without_workers_is_drawn() -> None:
     idle = dataclasses.replace(SNAPSHOT, workers=(), request=None, tokens_per_second_history=())
     text = "\n".join(draw(View(URL, idle), 80))

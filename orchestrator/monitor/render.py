@@ -216,7 +216,7 @@ def _problems(snapshot: FleetSnapshot) -> list[Text]:
 def _request(request: RequestSnapshot | None, *, stale: bool) -> Text:
     if request is None:
         return Text("request   none was running" if stale else "request   idle", style="dim")
-    text = Text("request   ")
+    text = Text("request   ", no_wrap=True, overflow="ellipsis")  # the id comes last and may be cut
     text.append(printable(request.phase), style="dim" if stale else "bold cyan")
     text.append(f"  {request.prompt_tokens} prompt + {request.generated_tokens} generated tokens")
     text.append(f"  {request.tokens_per_second:.1f} tokens/s")
