@@ -334,6 +334,27 @@ def test_logits_over_real_processes_are_the_bytes_of_one_process(model: Path) ->
         assert all(worker.rows > 0 for worker in backbone.dispatcher.statistics().workers)
 
 
+def test_a_prompt_of_one_token_reaches_the_workers_of_both_halves(model: Path) -> None:
+    with LocalWorkers(model, 2) as local, open_backbone(model, local.addresses, n_ctx=64) as backbone:
+        backbone.session.decode([5])
+        assert backbone.dispatcher is not None
+        rows = [worker.rows for worker in backbone.dispatcher.statistics().workers]
+    assert min(rows) > 0, rows
+
+
+def test_a_long_prompt_over_three_workers_gives_the_first_token_of_one_process(
+    synthetic: Callable[[str], Path],
+) -> None:
+    path = synthetic("llama")
+    tokens = np.random.default_rng(4).integers(0, 200, 300).tolist()
+    with Model.open(path) as alone, Session(alone, n_ctx=512) as session:
+        expected = session.decode(tokens, all_logits=True)
+    with LocalWorkers(path, 3) as local, open_backbone(path, local.addresses, n_ctx=512) as backbone:
+        logits = backbone.session.decode(tokens, all_logits=True)
+    assert int(logits[-1].argmax()) == int(expected[-1].argmax())
+    assert logits.tobytes() == expected.tobytes()
+
+
 def test_a_killed_worker_fails_the_step_by_name_and_the_next_one_after_its_return_is_right(model: Path) -> None:
     expected = oracle(model)
     with LocalWorkers(model, 2) as local, open_backbone(model, local.addresses, n_ctx=64) as backbone:
