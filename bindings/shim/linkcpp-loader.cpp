@@ -145,6 +145,9 @@ void linkcpp_placeholders_find(llama_model_loader & loader) {
 }
 
 void linkcpp_stage_range(const llama_model_loader & loader, llama_hparams & hparams) {
+    if (!loader.kv_overrides.count(key_first) && !loader.kv_overrides.count(key_last)) {
+        return;
+    }
     const int64_t n_layer = hparams.n_layer();
     const int64_t first   = integer_override(loader, key_first, 0);
     const int64_t last    = integer_override(loader, key_last, n_layer);
