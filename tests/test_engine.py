@@ -77,6 +77,18 @@ def test_exact_rows_give_the_bytes_of_one_process(
         assert same(trace(session, tokens_for(model)), oracle(path))
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_micro_batches_without_wanted_logits_send_no_rows(synthetic: Callable[[str], Path], workers: int) -> None:
+    path = synthetic("qwen3moe")
+    with Model.open(path) as model, Session(model, n_ctx=256) as session:
+        tokens = tokens_for(model) * 2
+        expected = session.decode(tokens)
+    with star(path, workers) as (_, session, exchange):
+        assert session.decode(tokens).tobytes() == expected.tobytes()
+        last = session.descriptors[-1].layer
+        assert [len(batch.rows) for batch in exchange.seen if batch.layer == last] == [1]
+
+
 def test_the_comparison_sees_one_bit(synthetic: Callable[[str], Path]) -> None:
     path = synthetic("qwen2moe")
     with star(path, 1) as (model, session, exchange):

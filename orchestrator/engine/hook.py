@@ -61,6 +61,8 @@ class GraphHook:
             if self._exchange is None:
                 raise ComputeError("the engine asks for experts, and nobody was named to compute them")
             n_tokens, n_embd, top_k = event.n_tokens, event.n_embd, event.top_k
+            if n_tokens == 0:
+                return 0  # the last layers see only tokens whose logits are wanted, and here none is
             if event.kind == DISPATCH:
                 self._exchange.dispatch(
                     ExpertBatch(
