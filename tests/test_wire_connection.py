@@ -31,6 +31,7 @@ from orchestrator.wire.messages import (
     Welcome,
 )
 from orchestrator.wire.state import TRANSITIONS, Role, State
+from tests.ring_examples import RING_EXAMPLES
 
 IDENTITY = EngineIdentity("build-1", "AVX2", False)
 HELLO = Hello(VersionRange(0, 0), IDENTITY, client="test")
@@ -194,6 +195,7 @@ EXAMPLES: dict[MessageType, Message] = {
     MessageType.PING: Ping(1, 1),
     MessageType.PONG: Pong(1, 1),
     MessageType.GOODBYE: Goodbye("done"),
+    **{message.type: message for message in RING_EXAMPLES},
 }
 
 

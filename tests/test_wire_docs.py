@@ -32,8 +32,10 @@ from orchestrator.wire.messages import (
     VersionRange,
     Welcome,
 )
+from orchestrator.wire.ring_codec import OUTCOME, STEP
 from orchestrator.wire.state import TRANSITIONS, Role, State
 from orchestrator.wire.tensors import CODECS
+from tests.ring_examples import RING_EXAMPLES
 
 PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 SIZES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "i32": 4, "f64": 8, "4 bytes": 4}
@@ -78,6 +80,7 @@ EXAMPLES: tuple[Message, ...] = (
     Ping(5, 0x1122334455667788),
     Pong(5, 0x1122334455667788),
     Goodbye("draining"),
+    *RING_EXAMPLES,
 )
 
 
@@ -160,7 +163,9 @@ def test_every_message_has_an_example():
 
 
 @pytest.mark.parametrize(
-    ("heading", "layout"), [("6 DISPATCH", DISPATCH), ("7 RESULT", RESULT)], ids=["dispatch", "result"]
+    ("heading", "layout"),
+    [("6 DISPATCH", DISPATCH), ("7 RESULT", RESULT), ("36 STEP", STEP), ("37 OUTCOME", OUTCOME)],
+    ids=["dispatch", "result", "step", "outcome"],
 )
 def test_the_fixed_part_of_a_row_message_is_as_documented(heading: str, layout: struct.Struct):
     documented = "<"

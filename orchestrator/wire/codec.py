@@ -20,6 +20,15 @@ from orchestrator.wire.control import PULL, PUSH
 from orchestrator.wire.fields import Reader, Writer
 from orchestrator.wire.frame import CONTROL_LIMITS, Header, push_header
 from orchestrator.wire.messages import Dispatch, Message, MessageType, Result
+from orchestrator.wire.ring_codec import (
+    RING_PULL,
+    RING_PUSH,
+    pull_outcome,
+    pull_step,
+    push_outcome,
+    push_step,
+)
+from orchestrator.wire.ring_messages import Outcome, Step
 from orchestrator.wire.tensors import CODECS, codec_of
 
 Buffers: TypeAlias = list[bytes | memoryview]
@@ -30,6 +39,9 @@ RESULT: Final = struct.Struct("<IIIB3x")  # compute microseconds, rows, row leng
 
 CONTRACT_CODES: Final = {Contract.EXACT: 0, Contract.SUM: 1}
 _CONTRACTS: Final = (Contract.EXACT, Contract.SUM)
+
+_PUSH: Final = {**PUSH, **RING_PUSH}
+_PULL: Final = {**PULL, **RING_PULL}
 
 _F32: Final = np.dtype("<f4")
 _U16: Final = np.dtype("<u2")
@@ -45,9 +57,13 @@ def push_message(minor: int, message: Message) -> Buffers:
         return push_dispatch(minor, message)
     if isinstance(message, Result):
         return push_result(minor, message)
+    if isinstance(message, Step):
+        return _frame(minor, message, push_step(message))
+    if isinstance(message, Outcome):
+        return _frame(minor, message, push_outcome(message))
     writer = Writer()
     try:
-        PUSH[message.type](writer, message)
+        _PUSH[message.type](writer, message)
     except struct.error as error:
         raise ProtocolError(f"a value does not fit into a {message.type.name}: {error}") from error
     payload = writer.finish()
@@ -62,8 +78,16 @@ def pull_message(header: Header, payload: memoryview) -> Message:
         return pull_result(header.sequence, payload)
     if header.type == MessageType.DISPATCH:
         return pull_dispatch(header.sequence, payload)
-    message: Message = PULL[header.type](Reader(payload), header.sequence)
+    if header.type == MessageType.STEP:
+        return pull_step(header.sequence, payload)
+    if header.type == MessageType.OUTCOME:
+        return pull_outcome(header.sequence, payload)
+    message: Message = _PULL[header.type](Reader(payload), header.sequence)
     return message
+
+
+def _frame(minor: int, message: Step | Outcome, payload: Buffers) -> Buffers:
+    return [push_header(minor, message.type, message.sequence, payload), *payload]
 
 
 class EncodedDispatch(NamedTuple):

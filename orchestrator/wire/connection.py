@@ -17,6 +17,7 @@ from orchestrator.errors import ProtocolError
 from orchestrator.wire.codec import Buffers, EncodedDispatch, frame_dispatch, pull_message, push_message
 from orchestrator.wire.frame import HEADER_SIZE, MAX_PAYLOAD, PREFIX, Header, check_payload, pull_header
 from orchestrator.wire.messages import SUPPORTED, Message, MessageType, VersionRange, Welcome
+from orchestrator.wire.ring_messages import StageWelcome
 from orchestrator.wire.state import ConnectionState, Role, State
 
 FIRST_CAPACITY: Final = 64 * 1024
@@ -57,7 +58,7 @@ class Connection:
         Raises:
             ProtocolError: this end may not send it now, or it does not fit into a frame.
         """
-        if isinstance(message, Welcome):
+        if isinstance(message, (Welcome, StageWelcome)):
             self.minor = message.version
             self._agreed = True
         buffers = push_message(self.minor, message)
@@ -136,7 +137,7 @@ class Connection:
         self._header = None
         self._start = end
         self._state.received(message.type)
-        if isinstance(message, Welcome):
+        if isinstance(message, (Welcome, StageWelcome)):
             self._agree(message.version)
         return message
 

@@ -21,7 +21,7 @@ CHECKSUM: Final = struct.Struct("<I")  # CRC-32C of the prefix and the payload
 HEADER_SIZE: Final = PREFIX.size + CHECKSUM.size
 
 MAX_PAYLOAD: Final = 256 * 1024 * 1024
-"""Default limit of the two messages that carry rows: 4,000 rows of 8 pairs of 2,048 floats."""
+"""Default limit of the messages that carry rows: 4,000 rows of 8 pairs of 2,048 floats."""
 
 _KIB: Final = 1024
 CONTROL_LIMITS: Final[Mapping[int, int]] = {
@@ -35,8 +35,20 @@ CONTROL_LIMITS: Final[Mapping[int, int]] = {
     MessageType.PING: 64,
     MessageType.PONG: 64,
     MessageType.GOODBYE: 8 * _KIB,
+    MessageType.STAGE_WELCOME: 64 * _KIB,
+    MessageType.ATTACH: 1 * _KIB,
+    MessageType.ROUTE: 1 * _KIB,
+    MessageType.ACCEPTED: 64,
+    MessageType.OPERATE: 8 * _KIB,
+    MessageType.FAULT: 8 * _KIB,
+    MessageType.CANCEL: 64 * _KIB,
+    MessageType.PROBE: 64,
+    MessageType.PROBED: 64 * _KIB,
 }
 """Largest payload of each message that carries no rows, in bytes."""
+
+BULK_TYPES: Final = frozenset((MessageType.DISPATCH, MessageType.RESULT, MessageType.STEP, MessageType.OUTCOME))
+"""The messages that carry rows; their limit is the connection's."""
 
 
 class Header(NamedTuple):
@@ -67,7 +79,7 @@ def pull_header(data: memoryview, offset: int, max_payload: int) -> Header:
         )
     limit = CONTROL_LIMITS.get(kind)
     if limit is None:
-        if kind not in (MessageType.DISPATCH, MessageType.RESULT):
+        if kind not in BULK_TYPES:
             raise ProtocolError(f"unknown message type {kind}")
         limit = max_payload
     if length > limit:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.types import Contract, EngineIdentity, FloatArray, LayerDescriptor, Ownership, RefusalCode
+
+if TYPE_CHECKING:
+    from orchestrator.wire.ring_messages import RingMessage
 
 IdArray = npt.NDArray[np.uint16]
 
@@ -52,6 +55,18 @@ class MessageType(enum.IntEnum):
     PING = 10
     PONG = 11
     GOODBYE = 12
+    # of the ring, see ring_messages.py
+    STAGE_WELCOME = 32
+    ATTACH = 33
+    ROUTE = 34
+    ACCEPTED = 35
+    STEP = 36
+    OUTCOME = 37
+    OPERATE = 38
+    FAULT = 39
+    CANCEL = 40
+    PROBE = 41
+    PROBED = 42
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +216,8 @@ class Goodbye:
     sequence: int = 0
 
 
+# As text, because the ring's messages are made of this module's.
 Message: TypeAlias = (
-    Hello | Welcome | Refuse | Describe | Described | Dispatch | Result | Measure | Measured | Ping | Pong | Goodbye
+    "Hello | Welcome | Refuse | Describe | Described | Dispatch | Result | Measure | Measured | Ping | Pong | Goodbye"
+    " | RingMessage"
 )

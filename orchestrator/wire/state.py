@@ -25,6 +25,10 @@ Within SERVING there are no more states: every request has a sequence number of 
 and requests may be outstanding in any number. A worker answers them in the order in which they came. Which
 answer is awaited, and which comes too late, is decided where the requests are made (``dispatch/state.py``).
 
+In a ring the same two roles serve: whoever connects to a stage is its backbone, be it the gateway or the stage
+before. What travels round (steps, operations, faults) has the gateway's numbers and is answered by nobody: it comes
+out at the other end.
+
 A worker's Refuse of a single request leaves the connection as it is. Before the greeting is over it ends it.
 """
 
@@ -59,13 +63,25 @@ def _stay(*kinds: MessageType) -> dict[MessageType, State]:
     return dict.fromkeys(kinds, State.SERVING)
 
 
+_TRAVELLING: Final = (MessageType.STEP, MessageType.OPERATE, MessageType.FAULT)
+"""What goes round the ring: into a stage by whoever feeds it, and out of the last one to the gateway."""
+
 TRANSITIONS: Final[Mapping[Role, Mapping[State, Mapping[MessageType, State]]]] = {
     Role.BACKBONE: {
         State.OPENING: {MessageType.HELLO: State.WAITING},
         State.WAITING: {},
         State.SERVING: {
             **_stay(
-                MessageType.DESCRIBE, MessageType.DISPATCH, MessageType.MEASURE, MessageType.PING, MessageType.PONG
+                MessageType.DESCRIBE,
+                MessageType.DISPATCH,
+                MessageType.MEASURE,
+                MessageType.PING,
+                MessageType.PONG,
+                MessageType.ATTACH,
+                MessageType.ROUTE,
+                MessageType.CANCEL,
+                MessageType.PROBE,
+                *_TRAVELLING,
             ),
             MessageType.GOODBYE: State.CLOSED,
         },
@@ -73,7 +89,11 @@ TRANSITIONS: Final[Mapping[Role, Mapping[State, Mapping[MessageType, State]]]] =
     },
     Role.WORKER: {
         State.OPENING: {MessageType.REFUSE: State.CLOSED},  # what came was no hello at all
-        State.ANSWERING: {MessageType.WELCOME: State.SERVING, MessageType.REFUSE: State.CLOSED},
+        State.ANSWERING: {
+            MessageType.WELCOME: State.SERVING,
+            MessageType.STAGE_WELCOME: State.SERVING,
+            MessageType.REFUSE: State.CLOSED,
+        },
         State.SERVING: {
             **_stay(
                 MessageType.DESCRIBED,
@@ -82,6 +102,10 @@ TRANSITIONS: Final[Mapping[Role, Mapping[State, Mapping[MessageType, State]]]] =
                 MessageType.REFUSE,
                 MessageType.PING,
                 MessageType.PONG,
+                MessageType.ACCEPTED,
+                MessageType.PROBED,
+                MessageType.OUTCOME,
+                *_TRAVELLING,
             ),
             MessageType.GOODBYE: State.CLOSED,
         },
@@ -93,6 +117,7 @@ TRANSITIONS: Final[Mapping[Role, Mapping[State, Mapping[MessageType, State]]]] =
 COUPLED: Final[Mapping[tuple[Role, MessageType], Mapping[State, State]]] = {
     (Role.BACKBONE, MessageType.HELLO): {State.OPENING: State.ANSWERING},
     (Role.WORKER, MessageType.WELCOME): {State.WAITING: State.SERVING},
+    (Role.WORKER, MessageType.STAGE_WELCOME): {State.WAITING: State.SERVING},
     (Role.WORKER, MessageType.REFUSE): {State.WAITING: State.CLOSED, State.OPENING: State.CLOSED},
 }
 """A message that also moves the other side, by that side's state."""

@@ -1,0 +1,322 @@
+"""Payloads of the ring's messages, each ``push_x`` with its ``pull_x``; order is the wire's order.
+
+Step and Outcome carry the boundary or the logits: they are written as lists of buffers and read as views, like
+the rows of the star. The others are control messages.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from orchestrator.errors import ProtocolError
+from orchestrator.wire.control import TEXT_LIMIT, pull_identity, push_identity
+from orchestrator.wire.fields import Reader, Writer
+from orchestrator.wire.messages import MessageType
+from orchestrator.wire.ring_messages import (
+    Accepted,
+    Attach,
+    Cancel,
+    Fault,
+    FaultKind,
+    Operate,
+    Outcome,
+    Probe,
+    Probed,
+    Purpose,
+    RingMessage,
+    Route,
+    StageWelcome,
+    Step,
+)
+
+STEP: Final = struct.Struct("<IIHBB")  # tokens n, boundary bytes, layer, boundary codec, ranges passed
+OUTCOME: Final = struct.Struct("<IIHBB")  # rows, row length, layer, codec, ranges passed
+
+RAW: Final = 0
+"""The only codec of boundaries and logits so far: the engine's own bytes."""
+
+MAX_RANGES: Final = 4096
+
+_I32: Final = np.dtype("<i4")
+_F32: Final = np.dtype("<f4")
+
+
+def push_step(message: Step) -> list[bytes | memoryview]:
+    """Write a step as the pieces of its payload; the last may share the message's memory."""
+    n, boundary, spent = len(message.tokens), message.boundary, message.spent
+    size = len(boundary)
+    head = b"".join(
+        (
+            STEP.pack(n, size, message.layer, RAW, len(spent)),
+            message.tokens.astype(_I32, copy=False).tobytes(),
+            message.positions.astype(_I32, copy=False).tobytes(),
+            message.sequences.astype(_I32, copy=False).tobytes(),
+            message.outputs.astype(np.uint8).tobytes(),
+            bytes(-n % 4),
+            struct.pack(f"<{len(spent)}I", *spent),
+        )
+    )
+    pieces: list[bytes | memoryview] = [head]
+    if size:
+        pieces.append(boundary)
+    if size % 4:
+        pieces.append(bytes(-size % 4))
+    return pieces
+
+
+def pull_step(sequence: int, payload: memoryview) -> Step:
+    """Read a step; arrays and boundary are views into the payload.
+
+    Raises:
+        ProtocolError: sizes that contradict each other. Tokens, positions and sequences are not judged here.
+    """
+    size = len(payload)
+    if size < STEP.size:
+        raise ProtocolError(f"a STEP of {size} bytes is too short")
+    n, n_bytes, layer, codec, n_spent = STEP.unpack_from(payload)
+    flags_at = STEP.size + 12 * n
+    spent_at = flags_at + n + -n % 4
+    boundary_at = spent_at + 4 * n_spent
+    if not n or codec != RAW or size != boundary_at + n_bytes + -n_bytes % 4:
+        raise ProtocolError(f"a STEP of {size} bytes says {n} tokens, {n_bytes} bytes of boundary, codec {codec}")
+    return Step(
+        sequence,
+        layer,
+        np.frombuffer(payload, _I32, n, STEP.size),
+        np.frombuffer(payload, _I32, n, STEP.size + 4 * n),
+        np.frombuffer(payload, _I32, n, STEP.size + 8 * n),
+        np.frombuffer(payload, np.uint8, n, flags_at) != 0,
+        struct.unpack_from(f"<{n_spent}I", payload, spent_at),
+        payload[boundary_at : boundary_at + n_bytes],
+    )
+
+
+def push_outcome(message: Outcome) -> list[bytes | memoryview]:
+    """Write an outcome as the pieces of its payload; the logits are sent from where they lie."""
+    n_rows, length = message.logits.shape
+    spent = message.spent
+    head = OUTCOME.pack(n_rows, length, message.layer, RAW, len(spent)) + struct.pack(f"<{len(spent)}I", *spent)
+    if not n_rows or not length:
+        return [head]
+    return [head, np.ascontiguousarray(message.logits, dtype=_F32).data.cast("B")]
+
+
+def pull_outcome(sequence: int, payload: memoryview) -> Outcome:
+    """Read an outcome; the logits are a view into the payload. Raises :class:`ProtocolError` on wrong sizes."""
+    size = len(payload)
+    if size < OUTCOME.size:
+        raise ProtocolError(f"an OUTCOME of {size} bytes is too short")
+    n_rows, length, layer, codec, n_spent = OUTCOME.unpack_from(payload)
+    rows_at = OUTCOME.size + 4 * n_spent
+    if codec != RAW or size != rows_at + 4 * n_rows * length:
+        raise ProtocolError(f"an OUTCOME of {size} bytes says {n_rows} rows of {length} values, codec {codec}")
+    logits = np.frombuffer(payload, _F32, n_rows * length, rows_at).reshape(n_rows, length)
+    return Outcome(sequence, layer, struct.unpack_from(f"<{n_spent}I", payload, OUTCOME.size), logits)
+
+
+def push_stage_welcome(writer: Writer, message: StageWelcome) -> None:
+    """Write a stage's welcome. Its first field, the version, stands where Welcome has it."""
+    writer.push_u16(message.version)
+    writer.push_u32(message.pid)
+    writer.push_u32(message.n_threads)
+    push_identity(writer, message.identity)
+    writer.push_text(message.name)
+    writer.push_text(message.model_sha256)
+    writer.push_text(message.architecture)
+    writer.push_u16(message.n_layer)
+    writer.push_u32(message.n_vocab)
+    writer.push_u32(message.n_ctx)
+    writer.push_u16(message.n_sequences)
+    writer.push_u32(message.n_ubatch)
+    writer.push_u32(message.n_batch)
+    writer.push_u8(message.batch_invariant)
+    writer.push_u8(message.cuttable)
+    writer.push_u8(message.shiftable)
+    writer.push_u16(len(message.ranges))
+    for first, last in message.ranges:
+        writer.push_u16(first)
+        writer.push_u16(last)
+
+
+def pull_stage_welcome(reader: Reader, sequence: int) -> StageWelcome:
+    """Read a stage's welcome; what a later version wrote behind it is passed over."""
+    version, pid, n_threads = reader.pull_u16(), reader.pull_u32(), reader.pull_u32()
+    identity = pull_identity(reader)
+    name, model_sha256, architecture = reader.pull_text(), reader.pull_text(), reader.pull_text()
+    n_layer, n_vocab = reader.pull_u16(), reader.pull_u32()
+    n_ctx, n_sequences = reader.pull_u32(), reader.pull_u16()
+    n_ubatch, n_batch = reader.pull_u32(), reader.pull_u32()
+    flags = [bool(reader.pull_u8()) for _ in range(3)]
+    ranges: list[tuple[int, int]] = []
+    for _ in range(reader.pull_u16()):
+        first, last = reader.pull_u16(), reader.pull_u16()
+        if not (ranges[-1][1] if ranges else 0) <= first < last <= n_layer:
+            raise ProtocolError(f"a stage claims layers {first} to {last} of {n_layer}, out of order")
+        ranges.append((first, last))
+    return StageWelcome(
+        version=version,
+        name=name,
+        pid=pid,
+        identity=identity,
+        model_sha256=model_sha256,
+        architecture=architecture,
+        n_threads=n_threads,
+        n_layer=n_layer,
+        n_vocab=n_vocab,
+        n_ctx=n_ctx,
+        n_sequences=n_sequences,
+        n_ubatch=n_ubatch,
+        n_batch=n_batch,
+        batch_invariant=flags[0],
+        cuttable=flags[1],
+        shiftable=flags[2],
+        ranges=tuple(ranges),
+        sequence=sequence,
+    )
+
+
+def push_attach(writer: Writer, message: Attach) -> None:
+    """Write to which ring a connection belongs."""
+    writer.push_u8(message.purpose)
+    writer.push_u16(message.layer)
+    writer.push_text(message.ring)
+
+
+def pull_attach(reader: Reader, sequence: int) -> Attach:
+    """Read to which ring a connection belongs."""
+    number, layer, ring = reader.pull_u8(), reader.pull_u16(), reader.pull_text()
+    reader.finish()
+    try:
+        purpose = Purpose(number)
+    except ValueError as error:
+        raise ProtocolError(f"unknown purpose {number} of a connection") from error
+    return Attach(sequence, purpose, layer, ring)
+
+
+def push_route(writer: Writer, message: Route) -> None:
+    """Write where a range's results go."""
+    writer.push_u16(message.layer)
+    writer.push_text(message.address)
+
+
+def pull_route(reader: Reader, sequence: int) -> Route:
+    """Read where a range's results go."""
+    message = Route(sequence, reader.pull_u16(), reader.pull_text())
+    reader.finish()
+    return message
+
+
+def push_nothing(writer: Writer, message: Accepted | Probe) -> None:
+    """Write a message that has no fields."""
+
+
+def pull_accepted(reader: Reader, sequence: int) -> Accepted:
+    """Read an acceptance."""
+    reader.finish()
+    return Accepted(sequence)
+
+
+def pull_probe(reader: Reader, sequence: int) -> Probe:
+    """Read a probe."""
+    reader.finish()
+    return Probe(sequence)
+
+
+def push_operate(writer: Writer, message: Operate) -> None:
+    """Write an operation on the caches."""
+    writer.push_u16(message.layer)
+    writer.push_u8(message.code)
+    writer.push_u8(message.done)
+    for argument in message.arguments:
+        writer.push_i32(argument)
+    writer.push_text(message.text, limit=TEXT_LIMIT)
+
+
+def pull_operate(reader: Reader, sequence: int) -> Operate:
+    """Read an operation on the caches; whether it exists and makes sense is not judged here."""
+    layer, code, done = reader.pull_u16(), reader.pull_u8(), bool(reader.pull_u8())
+    arguments = (reader.pull_i32(), reader.pull_i32(), reader.pull_i32(), reader.pull_i32())
+    message = Operate(sequence, layer, code, arguments, done, reader.pull_text())
+    reader.finish()
+    return message
+
+
+def push_fault(writer: Writer, message: Fault) -> None:
+    """Write why a step came to nothing."""
+    writer.push_u16(message.layer)
+    writer.push_u8(message.kind)
+    writer.push_u16(message.first)
+    writer.push_u16(message.last)
+    writer.push_text(message.text, limit=TEXT_LIMIT)
+
+
+def pull_fault(reader: Reader, sequence: int) -> Fault:
+    """Read why a step came to nothing."""
+    layer, number = reader.pull_u16(), reader.pull_u8()
+    first, last, text = reader.pull_u16(), reader.pull_u16(), reader.pull_text()
+    reader.finish()
+    try:
+        kind = FaultKind(number)
+    except ValueError as error:
+        raise ProtocolError(f"unknown kind {number} of a fault: {text}") from error
+    return Fault(sequence, layer, kind, first, last, text)
+
+
+def push_cancel(writer: Writer, message: Cancel) -> None:
+    """Write which steps are given up."""
+    writer.push_u16(len(message.steps))
+    for step in message.steps:
+        writer.push_u64(step)
+
+
+def pull_cancel(reader: Reader, sequence: int) -> Cancel:
+    """Read which steps are given up."""
+    steps = tuple([reader.pull_u64() for _ in range(reader.pull_u16())])
+    reader.finish()
+    return Cancel(steps, sequence)
+
+
+def push_probed(writer: Writer, message: Probed) -> None:
+    """Write how far each range has come."""
+    writer.push_u16(len(message.ranges))
+    for layer, taken, passed in message.ranges:
+        writer.push_u16(layer)
+        writer.push_u64(taken)
+        writer.push_u64(passed)
+
+
+def pull_probed(reader: Reader, sequence: int) -> Probed:
+    """Read how far each range has come."""
+    ranges = tuple([(reader.pull_u16(), reader.pull_u64(), reader.pull_u64()) for _ in range(reader.pull_u16())])
+    reader.finish()
+    return Probed(sequence, ranges)
+
+
+# As in control.py, the value types are those of each pair above.
+RING_PUSH: Final[Mapping[int, Callable[[Writer, Any], None]]] = {
+    MessageType.STAGE_WELCOME: push_stage_welcome,
+    MessageType.ATTACH: push_attach,
+    MessageType.ROUTE: push_route,
+    MessageType.ACCEPTED: push_nothing,
+    MessageType.OPERATE: push_operate,
+    MessageType.FAULT: push_fault,
+    MessageType.CANCEL: push_cancel,
+    MessageType.PROBE: push_nothing,
+    MessageType.PROBED: push_probed,
+}
+
+RING_PULL: Final[Mapping[int, Callable[[Reader, int], RingMessage]]] = {
+    MessageType.STAGE_WELCOME: pull_stage_welcome,
+    MessageType.ATTACH: pull_attach,
+    MessageType.ROUTE: pull_route,
+    MessageType.ACCEPTED: pull_accepted,
+    MessageType.OPERATE: pull_operate,
+    MessageType.FAULT: pull_fault,
+    MessageType.CANCEL: pull_cancel,
+    MessageType.PROBE: pull_probe,
+    MessageType.PROBED: pull_probed,
+}
