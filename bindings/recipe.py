@@ -69,7 +69,12 @@ class Recipe:
     @property
     def key(self) -> str:
         """Hash of all of it."""
-        return _digest(self.pin.local_version, self.source, self.toolchain)
+        return _digest(self.version, self.source, self.toolchain)
+
+    @property
+    def version(self) -> str:
+        """The version of the wheel: ours, or upstream's for the build to compare with."""
+        return self.pin.local_version if self.is_patched else self.pin.version
 
 
 def _digest(*parts: str) -> str:
@@ -145,7 +150,7 @@ def _compiler_version(environment: Mapping[str, str], run: Runner, variable: str
 def record(recipe: Recipe) -> dict[str, object]:
     """Return what a wheel says about itself, in JSON's types."""
     return {
-        "version": recipe.pin.local_version,
+        "version": recipe.version,
         "key": recipe.key,
         "source": recipe.source,
         "flags": [*recipe.flags, *recipe.variables],

@@ -368,6 +368,10 @@ class TestRecipe:
         assert {path.suffix for path in stock.shim} == {".cmake"}
         assert stock.key != ours.key
 
+    def test_the_stock_recipe_outlives_our_revisions(self, recipe: Recipe) -> None:
+        stock = replace(recipe, is_patched=False)
+        assert replace(stock, pin=replace(stock.pin, revision=8)).key == stock.key
+
     def test_no_compiler(self) -> None:
         with pytest.raises(BuildError, match=r"no C compiler") as caught:
             make_recipe({"PATH": "/nonexistent"})
