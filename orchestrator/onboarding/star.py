@@ -19,6 +19,8 @@ from orchestrator.workers.local import LocalWorkers
 
 _TIMEOUT: Final = 60.0  # seconds for one answer of a worker
 _TIMEOUT_MAPPED: Final = 3600.0  # from a slow disk, a micro-batch may touch every expert of a layer
+_START: Final = 300.0  # seconds until a worker must be ready
+_SLOWEST_DISK: Final = 20e6  # bytes per second; a large model gets as long as this disk would take
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def open_fleet(
     ``threads`` are the backbone's. ``mapped`` workers page their experts in from the file as they need them.
     """
     timeout = _TIMEOUT_MAPPED if mapped else _TIMEOUT
-    with LocalWorkers(file.path, split=shares, inject=inject, mmap=mapped) as local:
+    start = max(_START, file.n_bytes / _SLOWEST_DISK)
+    with LocalWorkers(file.path, split=shares, inject=inject, mmap=mapped, timeout=start) as local:
         yield Fleet(file, local, threads=threads, timeout=timeout)
 
 
