@@ -45,7 +45,8 @@ def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
             yield inspect.cleandoc(command.help) + "\n"
     options = [_option(parameter) for parameter in command.params if isinstance(parameter, click.Option)]
     if options:
-        yield "## Options of all commands\n" if is_root else ""
+        if is_root:
+            yield "## Options of all commands\n"
         yield "\n".join(options) + "\n"
     if isinstance(command, click.Group):
         for name in sorted(command.list_commands(context)):
@@ -60,16 +61,19 @@ def _option(option: click.Option) -> str:
     if not option.is_flag and not option.count:
         kind = option.type
         choices = [str(choice) for choice in kind.choices] if isinstance(kind, click.Choice) else []
-        names += f" {'|'.join(choices) if choices else option.metavar or kind.name.upper().replace(' ', '-')}"
+        names += f" {'|'.join(choices) if choices else option.metavar or kind.name.upper().removesuffix(' RANGE')}"
         default = option.default
         if isinstance(default, str | int | float | tuple) and default not in ("", ()):
             words = ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
             notes.append(f"default {words}")
+        if isinstance(kind, click.IntRange | click.FloatRange):
+            bounds = [f"from {kind.min}" * (kind.min is not None), f"to {kind.max}" * (kind.max is not None)]
+            notes.append(" ".join(filter(None, bounds)))
     if option.required:
         notes.append("required")
-    if option.multiple:
+    if option.multiple and "several times" not in (option.help or ""):
         notes.append("may be given several times")
-    remarks = f" ({'; '.join(notes)})" if notes else ""
+    remarks = f" ({'; '.join(filter(None, notes))})" if notes else ""
     return f"- {names}: {option.help or ''}{remarks}"
 
 
