@@ -129,6 +129,43 @@ def test_a_long_deadline_after_a_short_one_waits_longer(pair: tuple[SocketLink, 
     timer.join()
 
 
+def test_a_long_wait_costs_no_more_than_its_first_milliseconds(pair: tuple[SocketLink, SocketLink]):
+    first, second = pair
+    spent = []
+    for _ in range(3):
+        timer = threading.Timer(0.08, first.send, [[b"x"]])
+        timer.start()
+        begin = time.thread_time()
+        assert receive_exactly(second, 1) == b"x"
+        spent.append(time.thread_time() - begin)
+        timer.join()
+    assert spent[0] < 0.02  # it looked for 5 ms and slept for 75
+    assert max(spent[1:]) < 0.004  # the wait before was long: no looking at all
+
+
+def test_after_a_long_wait_one_brief_wait_and_the_link_looks_again(pair: tuple[SocketLink, SocketLink]):
+    first, second = pair
+
+    def receive_after(delay: float) -> float:
+        timer = threading.Timer(delay, first.send, [[b"x"]])
+        timer.start()
+        begin = time.thread_time()
+        assert receive_exactly(second, 1) == b"x"
+        timer.join()
+        return time.thread_time() - begin
+
+    receive_after(0.05)
+    first.send([b"x"])
+    receive_exactly(second, 1)  # there already: brief
+    # It may be robbed of its core on a busy machine, so that it sleeps after all: one of several must look.
+    for _ in range(200):
+        if receive_after(0.05) > 0.001:
+            return
+        first.send([b"x"])
+        receive_exactly(second, 1)
+    pytest.fail("it never looked")
+
+
 def test_a_deadline_ends_a_send_that_nobody_reads(pair: tuple[SocketLink, SocketLink]):
     with pytest.raises(LinkTimeoutError):
         pair[0].send([bytes(64 * 1024 * 1024)], time.monotonic() + 0.05)
