@@ -86,7 +86,7 @@ def test_the_stock_engine_has_a_noise_floor_and_ours_has_none(report: GateReport
     assert set(report.record.invariance.micro_batches) == {2, 5, 33, 63}
 
 
-@pytest.mark.parametrize("architecture", ["qwen35moe", "gpt-oss"])
+@pytest.mark.parametrize("architecture", ["qwen35moe", "gpt-oss", "grovemoe"])
 def test_hybrid_state_and_biased_experts_pass(synthetic: Make, architecture: str) -> None:
     record = run_gate(synthetic(architecture), replace(QUICK, worker_counts=(3,))).record
     assert record.passed, record.contracts

@@ -207,7 +207,12 @@ class Dispatcher:
 
     def _described_for(self, worker: int) -> list[LayerDescriptor]:
         owned = self._state.holding(worker).experts
-        return [descriptor for descriptor in self._state.descriptors if owned.get(descriptor.layer)]
+        # A call may have fewer experts than its layer (grovemoe's second one), and the worker none of those.
+        return [
+            descriptor
+            for descriptor in self._state.descriptors
+            if any(expert < descriptor.n_expert for expert in owned.get(descriptor.layer, ()))
+        ]
 
     def _describe_to(self, worker: int) -> None:
         owned = self._described_for(worker)

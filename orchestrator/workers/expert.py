@@ -158,7 +158,8 @@ class ExpertService:
                 )
                 mask = np.zeros(1 << 16, dtype=np.bool_)
                 mask[list(owned)] = True
-                handle = self.compute.layer(descriptor)
+                # A call may have fewer experts than its layer (grovemoe's second one): nothing to prepare then.
+                handle = self.compute.layer(descriptor) if owned else -1
                 served = _Served(handle, descriptor.n_embd, descriptor.n_expert, descriptor.top_k, owned, mask)
                 self._layers[descriptor] = served
             return served
