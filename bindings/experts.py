@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from bindings.handles import Handle, NativeError
 from bindings.library import LayerStruct, load
+from bindings.memory import address_of
 
 _POLL = 1  # as for a context: brief polling, then park
 
@@ -77,11 +78,11 @@ class ExpertsHandle(Handle):
             handle,
             partial_sums,
             len(rows),
-            rows.ctypes.data,
-            counts.ctypes.data,
-            experts.ctypes.data,
-            weights.ctypes.data,
-            out.ctypes.data,
+            address_of(rows),
+            address_of(counts),
+            address_of(experts),
+            address_of(weights),
+            address_of(out),
         )
         if status != 0:
             raise self._fail()

@@ -54,6 +54,14 @@ class IntegerViews(_Views):
         return array
 
 
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return where a C-contiguous array begins; a third of the time of ``array.ctypes.data``, which is 1 us."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # read-only or empty
+        return int(array.ctypes.data)
+
+
 def copy_bytes(address: int | None, size: int) -> bytes:
     """Copy ``size`` bytes from an address."""
     return ctypes.string_at(address or 0, size)

@@ -40,6 +40,9 @@ RESULT: Final = struct.Struct("<IIIB3x")  # compute microseconds, rows, row leng
 CONTRACT_CODES: Final = {Contract.EXACT: 0, Contract.SUM: 1}
 _CONTRACTS: Final = (Contract.EXACT, Contract.SUM)
 
+_DISPATCH_TYPE: Final = int(MessageType.DISPATCH)
+_RESULT_TYPE: Final = int(MessageType.RESULT)
+
 _PUSH: Final = {**PUSH, **RING_PUSH}
 _PULL: Final = {**PULL, **RING_PULL}
 
@@ -74,9 +77,9 @@ def push_message(minor: int, message: Message) -> Buffers:
 
 def pull_message(header: Header, payload: memoryview) -> Message:
     """Decode the payload of a checked frame; raise :class:`ProtocolError` on anything that is not the message."""
-    if header.type == MessageType.RESULT:
+    if header.type == _RESULT_TYPE:
         return pull_result(header.sequence, payload)
-    if header.type == MessageType.DISPATCH:
+    if header.type == _DISPATCH_TYPE:
         return pull_dispatch(header.sequence, payload)
     if header.type == MessageType.STEP:
         return pull_step(header.sequence, payload)
@@ -108,7 +111,7 @@ def frame_dispatch(minor: int, sequence: int, encoded: EncodedDispatch) -> Buffe
     """Frame an encoded dispatch, header and fixed part in one buffer."""
     rows, tail = encoded.rows, encoded.tail
     fixed = DISPATCH.pack(*encoded[:7])
-    head = push_header(minor, MessageType.DISPATCH, sequence, (fixed, rows, tail))
+    head = push_header(minor, _DISPATCH_TYPE, sequence, (fixed, rows, tail))
     return [head + fixed, rows, tail]
 
 
@@ -197,7 +200,7 @@ def push_result(minor: int, message: Result) -> Buffers:
     n_rows, length = message.rows.shape
     fixed = RESULT.pack(min(message.compute_us, 0xFFFFFFFF), n_rows, length, message.codec)
     rows = codec_of(message.codec).encode(message.rows)
-    return [push_header(minor, MessageType.RESULT, message.sequence, (fixed, rows)), fixed, rows]
+    return [push_header(minor, _RESULT_TYPE, message.sequence, (fixed, rows)) + fixed, rows]
 
 
 def pull_result(sequence: int, payload: memoryview) -> Result:

@@ -21,6 +21,7 @@ from orchestrator.wire.ring_messages import StageWelcome
 from orchestrator.wire.state import ConnectionState, Role, State
 
 FIRST_CAPACITY: Final = 64 * 1024
+_DISPATCH: Final = MessageType.DISPATCH
 KEPT_CAPACITY: Final = 32 * 1024 * 1024  # a larger buffer is given back once its frame is used up
 
 
@@ -58,7 +59,7 @@ class Connection:
         Raises:
             ProtocolError: this end may not send it now, or it does not fit into a frame.
         """
-        if isinstance(message, (Welcome, StageWelcome)):
+        if not self._agreed and isinstance(message, (Welcome, StageWelcome)):
             self.minor = message.version
             self._agreed = True
         buffers = push_message(self.minor, message)
@@ -71,8 +72,7 @@ class Connection:
 
     def send_dispatch(self, sequence: int, encoded: EncodedDispatch) -> Buffers:
         """Do what :meth:`send` does for a dispatch whose arrays are encoded already."""
-        if self._state.own is not State.SERVING:
-            self._state.sent(MessageType.DISPATCH)
+        self._state.sent(_DISPATCH)
         buffers = frame_dispatch(self.minor, sequence, encoded)
         size = sum(map(len, buffers))
         if size - HEADER_SIZE > self._max_payload:
@@ -137,7 +137,7 @@ class Connection:
         self._header = None
         self._start = end
         self._state.received(message.type)
-        if isinstance(message, (Welcome, StageWelcome)):
+        if not self._agreed and isinstance(message, (Welcome, StageWelcome)):
             self._agree(message.version)
         return message
 

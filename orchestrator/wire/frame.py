@@ -19,6 +19,7 @@ MAGIC: Final = b"LKCP"
 PREFIX: Final = struct.Struct("<4sBBBBIQ")  # magic, major, minor, type, flags, payload length, sequence
 CHECKSUM: Final = struct.Struct("<I")  # CRC-32C of the prefix and the payload
 HEADER_SIZE: Final = PREFIX.size + CHECKSUM.size
+_WHOLE: Final = struct.Struct(PREFIX.format + CHECKSUM.format.removeprefix("<"))
 
 MAX_PAYLOAD: Final = 256 * 1024 * 1024
 """Default limit of the messages that carry rows: 4,000 rows of 8 pairs of 2,048 floats."""
@@ -69,7 +70,7 @@ def pull_header(data: memoryview, offset: int, max_payload: int) -> Header:
         ProtocolError: no magic, an unknown type, unknown flags, a length that is no multiple of four or over
             the type's limit, or another major version (Refuse excepted, which all versions understand).
     """
-    magic, major, minor, kind, flags, length, sequence = PREFIX.unpack_from(data, offset)
+    magic, major, minor, kind, flags, length, sequence, checksum = _WHOLE.unpack_from(data, offset)
     if magic != MAGIC:
         raise ProtocolError(f"the peer does not speak this protocol: a frame begins with {bytes(magic)!r}")
     if major != MAJOR and kind != MessageType.REFUSE:
@@ -88,7 +89,6 @@ def pull_header(data: memoryview, offset: int, max_payload: int) -> Header:
         raise ProtocolError(f"a {MessageType(kind).name} of {length} bytes: lengths are multiples of four")
     if flags:
         raise ProtocolError(f"a {MessageType(kind).name} with unknown flags {flags:#04x}")
-    (checksum,) = CHECKSUM.unpack_from(data, offset + PREFIX.size)
     return Header(major, minor, kind, length, sequence, checksum)
 
 

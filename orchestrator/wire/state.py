@@ -122,6 +122,8 @@ COUPLED: Final[Mapping[tuple[Role, MessageType], Mapping[State, State]]] = {
 }
 """A message that also moves the other side, by that side's state."""
 
+_SERVING: Final = State.SERVING  # a member of an enum costs a lookup through its class each time
+
 
 class ConnectionState:
     """The two automata of one connection, as one of its ends sees them."""
@@ -131,11 +133,15 @@ class ConnectionState:
         self.peer_role = Role.WORKER if role is Role.BACKBONE else Role.BACKBONE
         self.own = State.OPENING
         self.peer = State.OPENING
-        # The row that nearly every message looks up: it changes nothing, and enums are slow dictionary keys.
-        self._usual = MessageType.RESULT if role is Role.BACKBONE else MessageType.DISPATCH
+        # What nearly every message is: it changes nothing, and enums are slow dictionary keys.
+        backbone = role is Role.BACKBONE
+        self._usually_received = MessageType.RESULT if backbone else MessageType.DISPATCH
+        self._usually_sent = MessageType.DISPATCH if backbone else MessageType.RESULT
 
     def sent(self, kind: MessageType) -> None:
         """Move for a message that this end sends; raise :class:`ProtocolError` where it may not."""
+        if kind is self._usually_sent and self.own is _SERVING:
+            return
         after = TRANSITIONS[self.own_role].get(self.own, {}).get(kind)
         if after is None:
             raise ProtocolError(f"a {self.own_role.value} cannot send {kind.name} while {self.own.value}")
@@ -146,7 +152,7 @@ class ConnectionState:
 
     def received(self, kind: MessageType) -> None:
         """Move for a message that the peer sent; raise :class:`ProtocolError` where it may not."""
-        if kind is self._usual and self.peer is State.SERVING:
+        if kind is self._usually_received and self.peer is _SERVING:
             return
         after = TRANSITIONS[self.peer_role].get(self.peer, {}).get(kind)
         if after is None:

@@ -205,7 +205,8 @@ class _Peer:
         connection, link = self._connection, self._link
         begun = 0.0
         count = 0
-        while (message := connection.next_message()) is None:
+        message = connection.next_message()
+        while message is None:
             try:
                 size = link.receive_into(connection.receive_buffer(), deadline)
             except LinkTimeoutError as error:
@@ -214,6 +215,9 @@ class _Peer:
             if size == 0 and count == 0 and self._connection.own_state is not State.OPENING:
                 raise LinkLostError("the backbone went away without a goodbye")
             connection.received(size)
+            message = connection.next_message()
+            if message is not None:
+                break  # nearly every request comes in one piece: its deadlines need not be worked out
             if count == 0:
                 begun = self._now()
             count += size
