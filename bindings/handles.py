@@ -26,6 +26,7 @@ FloatArray = npt.NDArray[np.float32]
 
 _OVERRIDE_INTEGER, _OVERRIDE_STRING = 0, 3  # llama_model_kv_override_type
 _FLASH_ATTENTION = {None: -1, False: 0, True: 1}  # llama_flash_attn_type
+_POOLING_NONE = 0  # llama_pooling_type: an embedding for each token
 _POLL = 1
 """Polling level of the thread pool: about 2 ms of polling, then the threads park (ggml's unit is 131072 pauses)."""
 
@@ -223,6 +224,7 @@ class ContextOptions:
     n_sequences: int
     unified: bool
     flash_attention: bool | None
+    embeddings: bool = False  # one row per token instead of its logits
 
 
 class ContextHandle(Handle):
@@ -241,6 +243,9 @@ class ContextHandle(Handle):
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
         params.kv_unified = options.unified
         params.no_perf = True
+        if options.embeddings:
+            params.embeddings = True
+            params.pooling_type = _POOLING_NONE
         if hook is not None:
             shim.linkcpp_hook_attach(hook.address, ctypes.addressof(params))
         forget_log()
@@ -260,6 +265,7 @@ class ContextHandle(Handle):
         self._sequences = [self._batch.seq_id[i] for i in range(n)]
         self._sequence_of = [-1] * n
         self.n_ctx_sequence = int(api.llama_n_ctx_seq(address))
+        self.has_memory = bool(self._memory)
 
     def _free(self, address: int) -> None:
         api, shim = load()
@@ -287,6 +293,12 @@ class ContextHandle(Handle):
         api, _ = load()
         pointer = api.llama_get_logits(self.address)
         return np.ctypeslib.as_array(pointer, (rows, n_vocab)).copy()
+
+    def embeddings(self, rows: int, length: int) -> FloatArray:
+        """Copy the embeddings of the last decode, [rows, length]; only of a context made for them."""
+        api, _ = load()
+        pointer = api.llama_get_embeddings(self.address)
+        return np.ctypeslib.as_array(pointer, (rows, length)).copy()
 
     def remove(self, sequence: int, first: int, last: int) -> bool:
         """Remove positions [first, last) of a sequence (-1: open end); False if this memory cannot."""

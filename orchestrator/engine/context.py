@@ -33,7 +33,10 @@ _NO_SLOT = 1  # llama_decode: the KV cache is full
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step gave: [n_outputs, n_vocab] logits from the last stage, or the boundary for the next one."""
+    """What a step gave: [n_outputs, n_vocab] logits from the last stage, or the boundary for the next one.
+
+    Of a model that embeds, ``logits`` holds the embeddings of the tokens, [n_outputs, n_embd].
+    """
 
     logits: FloatArray | None
     boundary: bytes
@@ -44,7 +47,7 @@ class Context:
 
     ``exchange`` computes the experts, or nobody but us does. With ``batch_invariant`` (the default) flash attention
     is on and a micro-batch has at most 63 rows, so that logits do not depend on how tokens are grouped into steps;
-    the model must not be repacked either.
+    the model must not be repacked either. A model that reads the whole text at once gets it as one micro-batch.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class Context:
             raise InputError("context size, micro-batch size, sequences and threads must be at least 1")
         if batch_invariant:
             n_ubatch = min(n_ubatch, INVARIANT_ROWS)
+        if model.reads_whole_text:
+            n_ubatch = n_ctx
         self.model = model
         self.n_sequences = n_sequences
         self._exchange = exchange
@@ -74,14 +79,16 @@ class Context:
         # a recurrent memory needs micro-batches that are a multiple of its sequences
         n_ubatch = max(n_ubatch // slots * slots, slots)
         self.n_batch = n_batch or max(n_ubatch, _BATCH_TOKENS // n_ubatch * n_ubatch)
+        self._n_ubatch = min(n_ubatch, self.n_batch)
         options = ContextOptions(
             n_ctx=n_ctx * n_sequences,
             n_batch=self.n_batch,
-            n_ubatch=min(n_ubatch, self.n_batch),
+            n_ubatch=self._n_ubatch,
             n_threads=n_threads,
             n_sequences=slots,
             unified=model.is_hybrid and slots > 1,
             flash_attention=True if batch_invariant else None,
+            embeddings=model.embeds,
         )
         try:
             self._context = ContextHandle(model.handle, options, self._hook.handle if self._hook else None)
@@ -171,6 +178,8 @@ class Context:
     def _check(self, batch: TokenBatch) -> None:
         if len(batch) > self.n_batch and not self.model.is_whole:
             raise InputError(f"a batch of {len(batch)} tokens; at most {self.n_batch} fit")
+        if not self._context.has_memory and len(batch) > self._n_ubatch:
+            raise InputError(f"{self.model.architecture} takes a text at once, at most {self._n_ubatch} tokens")
         if not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < self.model.n_vocab:
             raise InputError(f"token ids must be from 0 to {self.model.n_vocab - 1}")
         if not 0 <= int(batch.sequences.min()) <= int(batch.sequences.max()) < self.n_sequences:
@@ -197,8 +206,16 @@ class Context:
             raise ComputeError("the boundary from the stage before is not the one that these tokens need")
         if not is_last:
             return Outcome(None, self._hook.take_boundary() if self._hook else b"")
-        n = batch.n_outputs
-        return Outcome(self._context.logits(n, self.model.n_vocab) if n else None, b"")
+        if not batch.n_outputs:
+            return Outcome(None, b"")
+        # without a memory the engine computes every row, whatever was wanted
+        n = batch.n_outputs if self._context.has_memory else len(batch)
+        rows = (
+            self._context.embeddings(n, self.model.n_embd)
+            if self.model.embeds
+            else self._context.logits(n, self.model.n_vocab)
+        )
+        return Outcome(rows if n == batch.n_outputs else rows[batch.outputs != 0], b"")
 
     def _backup(self, sequence: int) -> int:
         return self.n_sequences + sequence

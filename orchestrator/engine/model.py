@@ -10,6 +10,7 @@ from types import TracebackType
 from bindings.handles import ModelHandle, NativeError
 from bindings.library import EngineUnavailableError, load
 from orchestrator.errors import EngineMissingError, ModelFileError, UnknownArchitectureError
+from orchestrator.models.architectures import RECIPES
 
 _UNKNOWN = re.compile(r"unknown (?:model )?architecture: '?([^']*)'?")
 
@@ -23,7 +24,11 @@ def require_engine() -> None:
 
 
 class Model:
-    """A model in memory, usable by any number of sessions; a context manager."""
+    """A model in memory, usable by any number of sessions; a context manager.
+
+    ``embeds`` says that it answers with an embedding of each token instead of logits, ``reads_whole_text`` that
+    each token attends to later ones too, so that a text is one batch and there is nothing to continue.
+    """
 
     def __init__(self, path: Path, handle: ModelHandle, stage: tuple[int, int] | None = None) -> None:
         api, _ = load()
@@ -37,6 +42,9 @@ class Model:
         self.n_ctx_train = int(api.llama_model_n_ctx_train(address))
         self.n_vocab = int(api.llama_vocab_n_tokens(handle.vocab))
         self.is_hybrid = bool(api.llama_model_is_recurrent(address) or api.llama_model_is_hybrid(address))
+        recipe = RECIPES.get(self.architecture)
+        self.embeds = recipe is not None and recipe.embeds
+        self.reads_whole_text = recipe is not None and recipe.bidirectional
         self.bos = int(api.llama_vocab_bos(handle.vocab))
         self.eos = int(api.llama_vocab_eos(handle.vocab))
         self.stage = stage if stage is not None else (0, self.n_layer)
