@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -31,6 +32,9 @@ else:  # tomlkit reads the same files and is a dependency anyway
     import tomlkit as tomllib
 
 APPLICATION: Final = "linkcpp"
+DEFAULT_CACHE_LIMIT: Final = 10_000_000_000
+
+_SIZE: Final = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def setting(name: str) -> str | None:
@@ -57,6 +61,24 @@ def models_dir() -> Path:
     except OSError as error:
         raise ConfigError(f"cannot create {folder}: {error.strerror}") from error
     return folder
+
+
+def cache_limit() -> int:
+    """Return how many bytes downloaded pieces may take in the cache: ``LINKCPP_CACHE_LIMIT``, else 10 GB; 0: none.
+
+    The variable is a number of bytes or one with a unit, like ``500MB`` or ``20 GiB``.
+    """
+    asked = setting("LINKCPP_CACHE_LIMIT")
+    return DEFAULT_CACHE_LIMIT if asked is None else parse_size(asked, what="LINKCPP_CACHE_LIMIT")
+
+
+def parse_size(text: str, *, what: str = "size") -> int:
+    """Read a number of bytes with an optional unit (kB, MB, GB, TB or KiB to TiB); raise :class:`ConfigError`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{what} {text!r} is no size", hint="write it like 500MB or 20GiB")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def load_toml(path: Path) -> Mapping[str, object]:

@@ -104,3 +104,26 @@ def test_broken_toml_is_a_config_error_with_the_path(tmp_path):
         config.load_toml(tmp_path / "b.toml")
     (tmp_path / "c.toml").write_text('[a]\nb = "c"\n')
     assert config.load_toml(tmp_path / "c.toml") == {"a": {"b": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1500", 1500),
+        ("500MB", 500_000_000),
+        ("1.5 GB", 1_500_000_000),
+        ("20GiB", 20 << 30),
+        ("2t", 2 * 10**12),
+    ],
+)
+def test_sizes(monkeypatch, text, expected):
+    monkeypatch.setenv("LINKCPP_CACHE_LIMIT", text)
+    assert config.cache_limit() == expected
+
+
+@pytest.mark.parametrize("text", ["-1", "much", "1 XB", "1..5", "1e9", "9" * 40])
+def test_what_is_no_size(monkeypatch, text):
+    monkeypatch.setenv("LINKCPP_CACHE_LIMIT", text)
+    with pytest.raises(ConfigError, match="LINKCPP_CACHE_LIMIT"):
+        config.cache_limit()

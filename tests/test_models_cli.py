@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from range_server import serving
 from test_gguf import write_moe
 from test_models_sources import shop, write_dense  # noqa: F401 - a fixture
 
@@ -80,6 +81,33 @@ def test_upcycle_slice_and_inspect_again(tmp_path, run):
     facts = json.loads(run("model", "inspect", tmp_path / "worker.gguf", "--json")[1])
     assert facts["held"] == [{"layers": "1", "experts": "2-3,7"}]
     assert "dense model" in run("model", "inspect", dense)[1]
+
+
+def test_fetch_and_manifest(tmp_path, run, monkeypatch):
+    monkeypatch.setenv("LINKCPP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "served").mkdir()
+    path = write_moe(tmp_path / "served" / "moe.gguf")
+    hashes, part = tmp_path / "served" / "moe.gguf.manifest.json", tmp_path / "part.gguf"
+    with serving(tmp_path / "served") as server:
+        code, out, err = run("model", "fetch", server.url("moe.gguf"), "--experts", "1", "-o", part)
+        assert code == 0
+        assert "not checked: there is no manifest" in out
+        assert "fetching part.gguf" in err
+        code, out, _ = run("model", "manifest", path, "-o", hashes)
+        assert (code, "hashes" in out) == (0, True)
+        code, out, _ = run("model", "fetch", server.url("moe.gguf"), "--experts", "1-2", "-o", part, "--json")
+        report = json.loads(out)
+        assert (code, report["checked"], report["path"]) == (0, True, str(part))
+        assert report["from_cache"] > 0
+    assert run("model", "manifest", part, "--check", hashes)[:2] == (0, "16 pieces are right\n")
+    data = bytearray(part.read_bytes())
+    data[-40] ^= 1
+    part.write_bytes(data)
+    code, _, err = run("model", "manifest", part, "--check", hashes)
+    assert (code, "is damaged" in err) == (2, True)
+    code, _, err = run("model", "fetch", path, "-o", part)
+    assert (code, "model slice" in err) == (2, True)
+    assert run("model", "manifest", path)[0] == 2
 
 
 @pytest.mark.parametrize(

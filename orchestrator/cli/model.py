@@ -12,9 +12,11 @@ import click
 from orchestrator.cli.app import Terminal
 from orchestrator.errors import InputError
 from orchestrator.models.catalog import Catalog, UpcycleSource, resolve_model
+from orchestrator.models.checksums import Checksums
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.hyperparameters import Dimensions
 from orchestrator.models.inspection import Inspection, size_text
+from orchestrator.models.locations import parse_location
 from orchestrator.models.slices import Selection, write_slice
 from orchestrator.models.sources import get_model
 from orchestrator.models.upcycle import upcycle as write_upcycled
@@ -172,6 +174,93 @@ def slice_model(
     with terminal.progress("writing") as progress:
         size = write_slice(file, output, selection, progress=progress)
     terminal.print(f"wrote {output} ({size_text(size)} of {size_text(file.n_bytes)})")
+
+
+@command.command(short_help="Fetch a model, or a part of it, from a server.")
+@click.argument("address")
+@_OUTPUT
+@_selecting
+@click.option("--manifest", metavar="FILE", help="Hashes to check against. [default: the one beside it]")
+@click.option(
+    "--connections", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests under way at once."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0.1), default=30.0, show_default=True, help="Longest silence, in seconds."
+)
+@_JSON
+@click.pass_obj
+def fetch(
+    terminal: Terminal,
+    address: str,
+    output: Path,
+    without_experts: bool,
+    experts: str | None,
+    layers: str | None,
+    without: tuple[str, ...],
+    manifest: str | None,
+    connections: int,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Fetch a model from ADDRESS: https://... or hf://OWNER/REPOSITORY/FILE[@REVISION].
+
+    Only the bytes of what is kept are downloaded (see `linkcpp model slice`), and an interrupted download goes on
+    when it is run again. A model in parts is named by its first part and becomes one file.
+    """
+    from orchestrator.models.fetch import fetch_slice  # loads the HTTP client, which the other commands do not need
+    from orchestrator.models.http_ranges import Patience
+
+    location = parse_location(address)
+    if isinstance(location, Path):
+        raise InputError(f"{address} is no address on a server", hint="cut a local file with `linkcpp model slice`")
+    with terminal.progress(f"fetching {output.name}") as progress:
+        report = fetch_slice(
+            location,
+            output,
+            _selection(without_experts, experts, layers, without),
+            manifest=manifest,
+            connections=connections,
+            patience=Patience(connect=timeout, silence=timeout),
+            progress=progress,
+        )
+    if as_json:
+        terminal.json({**dataclasses.asdict(report), "path": str(report.path)})
+        return
+    came = [f"downloaded {size_text(report.downloaded)} in {report.requests} requests"]
+    came += [f"{size_text(report.resumed)} were there from before"] if report.resumed else []
+    came += [f"{size_text(report.from_cache)} came from the cache"] if report.from_cache else []
+    terminal.print(f"wrote {output} ({size_text(report.n_bytes)} of {size_text(report.source_bytes)})")
+    terminal.print("; ".join(came))
+    if report.revision is not None:
+        terminal.print(f"revision {report.revision}")
+    terminal.print(
+        "every piece has the hash of the manifest" if report.checked else "not checked: there is no manifest"
+    )
+
+
+@command.command(short_help="Write the hashes of a model's pieces, or check them.")
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="File to write.")
+@click.option("--check", type=click.Path(path_type=Path), metavar="FILE", help="Compare MODEL with this manifest.")
+@click.pass_obj
+def manifest(terminal: Terminal, model: str, output: Path | None, check: Path | None) -> None:
+    """Write the SHA-256 of every expert and tensor of MODEL, so that any part of it can be checked by itself.
+
+    Put it beside the model on a server as NAME.gguf.manifest.json, and `linkcpp model fetch` finds it.
+    """
+    if (output is None) == (check is None):
+        raise click.UsageError("give --output FILE to write a manifest or --check FILE to compare with one")
+    file = GgufFile.open(resolve_model(model))
+    if check is not None:
+        known = Checksums.load(check)
+        with terminal.progress("checking") as progress:
+            count = known.check(file, progress)
+        terminal.print(f"{count} pieces are right")
+    if output is not None:
+        with terminal.progress("hashing") as progress:
+            made = Checksums.compute(file, progress)
+        made.save(output)
+        terminal.print(f"wrote {output}: {sum(map(len, made.digests.values()))} hashes")
 
 
 @command.command(short_help="Make a small model with random weights.")

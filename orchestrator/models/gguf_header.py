@@ -7,6 +7,9 @@ count and elements. Version 2 differs from 3 in nothing that is read here.
 
 Arrays may be large (a vocabulary has 250,000 strings), so only their place is kept and their elements are
 decoded when somebody asks.
+
+The bytes come through a window. On a disk it is large; over a network each window is a round trip and each byte
+too many is paid for, so it is small there, and grows by what the counts read so far promise (``outlook``).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final, Protocol
 
 from orchestrator.errors import ModelFileError
 from orchestrator.models.ggml_types import GgmlType
@@ -58,7 +61,7 @@ _MAX_STRING: Final = 1 << 26
 _MIN_ENTRY: Final = 8 + 1 + 4 + 1
 _MIN_TENSOR: Final = 8 + 1 + 4 + 4 + 8
 _CHUNK: Final = 1 << 18
-_U32: Final = struct.Struct("<I")
+_MOST_AHEAD: Final = 1 << 22
 _U64: Final = struct.Struct("<Q")
 
 _OTHER_MAGICS: Final = (
@@ -138,13 +141,28 @@ class Metadata(Mapping[str, MetadataValue]):
         return entry.count if entry.value is None else None
 
 
+class Readable(Protocol):
+    """A place that bytes can be read from, like a file."""
+
+    def seek(self, offset: int, /) -> int:
+        """Go to an offset from the start."""
+
+    def read(self, size: int, /) -> bytes:
+        """Read up to ``size`` bytes; fewer only at the end."""
+
+
 class _Cursor:
-    """A place in a file that moves forward and never beyond the end; reads through a window."""
+    """A place in a file that moves forward and never beyond the end; reads through a window.
 
-    __slots__ = ("_at", "_base", "_file", "_window", "path", "size")
+    ``outlook`` is a low estimate of the bytes that will be wanted in order from here: a reading may take so many.
+    """
 
-    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+    __slots__ = ("_at", "_base", "_file", "_least", "_window", "outlook", "path", "size")
+
+    def __init__(self, file: Readable, path: Path, size: int, least: int = _CHUNK) -> None:
         self._file = file
+        self._least = least
+        self.outlook = 0
         self.path = path
         self.size = size
         self._window = b""
@@ -171,7 +189,8 @@ class _Cursor:
                     hint="download or copy the file again",
                 )
             self._file.seek(place)
-            self._window = self._file.read(max(count, _CHUNK))
+            wanted = max(count, self._least, min(self.outlook, _MOST_AHEAD))
+            self._window = self._file.read(min(wanted, self.size - place))
             self._base, self._at = place, 0
             if len(self._window) < count:
                 raise ModelFileError(f"{self.path}: the file became shorter while it was read")
@@ -203,15 +222,23 @@ class _Cursor:
             raise self.fail(f"{what} of {length} bytes (limit {limit}, {self.remaining()} follow)")
         return self.take(length)
 
+    def expect(self, count: int, done: int, took: int, *, least: int) -> None:
+        """Set the outlook from how much ``done`` of ``count`` like elements took; some are shorter than the mean."""
+        mean = took / done if done else least
+        self.outlook = int((count - done) * max(mean * 0.9, least))
+
     def skip_strings(self, count: int, what: str) -> None:
-        for _ in range(count):
+        start = self.place()
+        for done in range(count):
             at = self._at
             if at + 8 > len(self._window):  # also where the last string reached beyond the window
                 if self.place() + 8 > self.size:
                     break
+                self.expect(count, done, self.place() - start, least=8)
                 at = self._need(8)
             self._at = at + 8 + _U64.unpack_from(self._window, at)[0]
         else:
+            self.outlook = 0
             if self.place() <= self.size:
                 return
         raise ModelFileError(
@@ -241,6 +268,14 @@ def read_header(path: Path) -> Header:
         raise ModelFileError(f"unusable path {str(path)!r}: {error}") from error
 
 
+def parse_header(file: Readable, path: Path, size: int, *, window: int = _CHUNK) -> Header:
+    """Parse and check a header from ``file`` of ``size`` bytes, read in order through windows of that many bytes.
+
+    ``path`` names it in messages. Raise :class:`ModelFileError` like :func:`read_header`.
+    """
+    return _parse(_Cursor(file, path, size, window))
+
+
 def _parse(cursor: _Cursor) -> Header:
     version = _read_magic(cursor)
     n_tensors, n_entries = cursor.u64(), cursor.u64()
@@ -259,7 +294,10 @@ def _parse(cursor: _Cursor) -> Header:
             raise cursor.fail(f"the key {entry.key!r} occurs twice")
         entries[entry.key] = entry
     alignment = _alignment(cursor, entries)
-    infos = [_read_tensor(cursor) for _ in range(n_tensors)]
+    infos, start = [], cursor.place()
+    for done in range(n_tensors):
+        cursor.expect(n_tensors, done, cursor.place() - start, least=_MIN_TENSOR)
+        infos.append(_read_tensor(cursor))
     data_at = padded(cursor.place(), alignment)
     tensors, data_end = _place_tensors(cursor, infos, data_at, alignment)
     if data_end > cursor.size:

@@ -131,6 +131,19 @@ def write_gguf(
     return size
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file beside ``path`` and rename it into place; raise :class:`InputError` where that fails."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            partial.write_bytes(data)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def header_bytes(entries: Sequence[bytes], tensors: Sequence[PlannedTensor], alignment: int) -> bytes:
     """Encode everything before the data, padded to the alignment; the tensors' data follows in this order."""
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(entries)), *entries]
