@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
 MICRO_BATCHES = (7, 512)
 PREFILL = 70
@@ -69,7 +70,9 @@ def _run_once(model: llama_cpp.llama_model_p, n_ubatch: int, output: BinaryIO) -
         llama_cpp.llama_free(context)
 
 
-def _decode(context: llama_cpp.llama_context_p, tokens: list[int], position: int, n_vocab: int) -> np.ndarray:
+def _decode(
+    context: llama_cpp.llama_context_p, tokens: list[int], position: int, n_vocab: int
+) -> npt.NDArray[np.float32]:
     batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
     try:
         batch.n_tokens = len(tokens)
