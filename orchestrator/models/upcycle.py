@@ -239,7 +239,7 @@ def _experts(
     """Yield the experts of one tensor one after the other."""
     data = np.frombuffer(b"".join(file_bytes(path, info)), np.uint8)
     row_bytes = info.type.bytes_of(info.shape[0])
-    rows = data.reshape(info.shape[1], row_bytes)
+    rows: npt.NDArray[np.uint8] = data.reshape(info.shape[1], row_bytes)
     if down:
         rows = multiply_scales(rows, info.type, plan.shards, info.name)
     for place in order:
