@@ -82,7 +82,12 @@ def _nemotron(d: Dimensions) -> Keys:
 
 _RECIPES: dict[str, Recipe] = {
     "llama": Recipe("llama.cpp", lambda d: merge(base(d), experts_only(d))),
-    "llama-embed": Recipe("llama.cpp", lambda d: merge(base(d), experts_only(d)), bidirectional=True, embeds=True),
+    "llama-embed": Recipe(
+        "llama.cpp",
+        lambda d: merge(base(d), experts_only(d), {"attention.causal": False}),
+        bidirectional=True,
+        embeds=True,
+    ),
     "mistral3": Recipe("mistral3.cpp", lambda d: merge(base(d), experts_only(d))),
     "qwen2moe": Recipe("qwen2moe.cpp", lambda d: merge(base(d), routed(d), shared_width(d))),
     "qwen3moe": Recipe("qwen3moe.cpp", lambda d: merge(base(d), routed(d))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from orchestrator.onboarding.meter import Meter, work
 from orchestrator.onboarding.options import GateOptions
 from orchestrator.onboarding.prompts import MICRO_BATCH, Prompt, build_prompts, has_tokenizer, random_tokens
 from orchestrator.onboarding.trace import Trace, compare_micro_batches, follow, replay, run_prompts
+from orchestrator.onboarding.whole_text import decoder_of
 from orchestrator.verification.gate import Comparison, batch_invariant
 
 FLOOR_MICRO_BATCHES = (512, 1)
@@ -46,16 +48,16 @@ def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
         longest = max(model.n_ctx_train - options.steps, 1) if model.n_ctx_train > 0 else _LONGEST_PROMPT
         tokenize = model.tokenize if has_tokenizer(model.metadata) else None
         prompts = build_prompts(tokenize, model.n_vocab, longest=longest, names=options.prompts)
-        count = min(INVARIANCE_TOKENS, longest) if options.invariance else 0
+        # a model that reads the whole text at once has no pieces to take it in
+        count = min(INVARIANCE_TOKENS, longest) if options.invariance and not model.reads_whole_text else 0
         n_ctx = max(count, *(len(prompt.tokens) + options.steps for prompt in prompts))
         meter.expect(whole_work(prompts, count, options))
         # A star keeps a backup sequence of recurrent state, and its micro-batch is a multiple of two sequences.
         # The oracle takes the same size: an architecture whose answer depends on the partition is still comparable.
         size = MICRO_BATCH // 2 * 2 if model.is_hybrid else MICRO_BATCH
         with Session(model, n_ctx=n_ctx, n_ubatch=size, n_threads=options.threads) as session:
-            traces = run_prompts(session, prompts, options.steps, meter.phase("one process", MICRO_BATCH))
-            if not all(np.isfinite(trace.prefill).all() and np.isfinite(trace.steps).all() for trace in traces):
-                raise InputError(f"{path.name} itself gives logits that are not finite: nothing can be compared")
+            traces = run_prompts(decoder_of(session), prompts, options.steps, meter.phase("one process", MICRO_BATCH))
+            _require_comparable(path, traces)
             invariance = _invariance(session, random_tokens(model.n_vocab, count, seed=1), meter)
     return Oracle(prompts, traces, invariance, n_ctx)
 
@@ -71,10 +73,10 @@ def run_floor(path: Path, oracle: Oracle, threads: int, meter: Meter, *, repack:
     with Model.open(path, repack=repack) as model:
         with _stock(model, oracle.n_ctx, smaller, threads) as session:
             advance = meter.phase(f"noise floor, micro-batch {smaller}", smaller)
-            reference = follow(session, oracle.traces, advance)
+            reference = follow(decoder_of(session), oracle.traces, advance)
         with _stock(model, oracle.n_ctx, larger, threads) as session:
             advance = meter.phase(f"noise floor, micro-batch {larger}", larger)
-            return replay(session, reference, advance).comparison
+            return replay(decoder_of(session), reference, advance).comparison
 
 
 def whole_work(prompts: tuple[Prompt, ...], invariance_tokens: int, options: GateOptions) -> float:
@@ -89,6 +91,14 @@ def whole_work(prompts: tuple[Prompt, ...], invariance_tokens: int, options: Gat
     if options.noise_floor:
         total += sum(once(size) for size in FLOOR_MICRO_BATCHES)
     return total
+
+
+def _require_comparable(path: Path, traces: Sequence[Trace]) -> None:
+    if not all(np.isfinite(trace.prefill).all() and np.isfinite(trace.steps).all() for trace in traces):
+        raise InputError(f"{path.name} itself gives logits that are not finite: nothing can be compared")
+    rows = [row for trace in traces for row in (*trace.prefill, *trace.steps)]
+    if len(rows) > 1 and all(np.array_equal(row, rows[0]) for row in rows):
+        raise InputError(f"{path.name} itself gives the same logits at every position: equal bytes prove nothing")
 
 
 def _invariance(session: Session, tokens: tuple[int, ...], meter: Meter) -> BatchInvariance:

@@ -32,6 +32,7 @@ from orchestrator.onboarding.records import gate_key
 from orchestrator.onboarding.reference import FLOOR_MICRO_BATCHES, Oracle, run_floor, run_oracle
 from orchestrator.onboarding.star import open_fleet, uneven_shares
 from orchestrator.onboarding.trace import replay
+from orchestrator.onboarding.whole_text import decoder_of
 from orchestrator.types import Contract
 from orchestrator.verification.gate import Comparison, NoiseFloor, judge
 
@@ -121,7 +122,7 @@ def _run_stars(
             note = f"{contract.value} over {_workers(count)}"
             meter.say(note)
             with fleet.connect(contract, n_ctx=oracle.n_ctx) as star:
-                outcome = replay(star.session, oracle.traces, meter.phase(note, MICRO_BATCH))
+                outcome = replay(decoder_of(star.session), oracle.traces, meter.phase(note, MICRO_BATCH))
                 rows_by_worker = star.rows_by_worker()
             result = WorkerCountResult.of(
                 judge(contract, outcome.comparison, floor),
