@@ -111,6 +111,34 @@ class WorkerRefusedError(WorkerError):
     """A worker answered with a typed refusal (:class:`orchestrator.types.RefusalCode`)."""
 
 
+class StageError(FleetError):
+    """A stage of a ring failed. ``stage`` names its layers and where it is."""
+
+    def __init__(self, message: str, *, stage: str, hint: str | None = None) -> None:
+        super().__init__(f"stage {stage}: {message}", hint=hint)
+        self.stage = stage
+
+
+class StageLostError(StageError):
+    """The connection to a stage is gone or cannot be made; what its caches held is lost."""
+
+
+class StageTimeoutError(StageLostError):
+    """A stage did not go on within the deadline; it counts as lost."""
+
+
+class StageRefusedError(StageError):
+    """A stage answered with a refusal, or cannot be part of this ring."""
+
+
+class StageFailedError(StageError):
+    """A stage could not do one step or operation; the ring lives on."""
+
+
+class StepDroppedError(LinkcppError):
+    """A step was cancelled, or came to nothing because one did that it goes on from."""
+
+
 # --- verification (exit code 1) ------------------------------------------------------------------------------
 
 

@@ -79,11 +79,11 @@ class Context:
         # a recurrent memory needs micro-batches that are a multiple of its sequences
         n_ubatch = max(n_ubatch // slots * slots, slots)
         self.n_batch = n_batch or max(n_ubatch, _BATCH_TOKENS // n_ubatch * n_ubatch)
-        self._n_ubatch = min(n_ubatch, self.n_batch)
+        self.n_ubatch = min(n_ubatch, self.n_batch)
         options = ContextOptions(
             n_ctx=n_ctx * n_sequences,
             n_batch=self.n_batch,
-            n_ubatch=self._n_ubatch,
+            n_ubatch=self.n_ubatch,
             n_threads=n_threads,
             n_sequences=slots,
             unified=model.is_hybrid and slots > 1,
@@ -97,6 +97,7 @@ class Context:
                 self._hook.close()
             raise ComputeError(f"{model.path}: {error}") from error
         self.n_ctx = min(self._context.n_ctx_sequence, n_ctx)
+        self.can_shift = self._context.has_memory and self._context.can_shift()
         self.descriptors: tuple[LayerDescriptor, ...] = self._hook.descriptors() if self._hook else ()
 
     def close(self) -> None:
@@ -144,11 +145,11 @@ class Context:
             case Remove(sequence, first, last):
                 return context.remove(sequence, -1 if first == 0 and last == -1 else first, last)
             case Copy(source, destination, first, last):
-                context.copy(source, destination, first, last)
+                return self._copy(source, destination, first, last)
             case Keep(sequence):
                 context.keep(sequence)
             case Shift(sequence, first, last, delta):
-                if not context.can_shift():
+                if not self.can_shift:
                     return False
                 context.shift(sequence, first, last, delta)
             case Clear():
@@ -178,8 +179,8 @@ class Context:
     def _check(self, batch: TokenBatch) -> None:
         if len(batch) > self.n_batch and not self.model.is_whole:
             raise InputError(f"a batch of {len(batch)} tokens; at most {self.n_batch} fit")
-        if not self._context.has_memory and len(batch) > self._n_ubatch:
-            raise InputError(f"{self.model.architecture} takes a text at once, at most {self._n_ubatch} tokens")
+        if not self._context.has_memory and len(batch) > self.n_ubatch:
+            raise InputError(f"{self.model.architecture} takes a text at once, at most {self.n_ubatch} tokens")
         if not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < self.model.n_vocab:
             raise InputError(f"token ids must be from 0 to {self.model.n_vocab - 1}")
         if not 0 <= int(batch.sequences.min()) <= int(batch.sequences.max()) < self.n_sequences:
@@ -216,6 +217,20 @@ class Context:
             else self._context.logits(n, self.model.n_vocab)
         )
         return Outcome(rows if n == batch.n_outputs else rows[batch.outputs != 0], b"")
+
+    def _copy(self, source: int, destination: int, first: int, last: int) -> bool:
+        """Copy as a whole and then cut: between buffers the engine can do no less, and would end the process."""
+        length = self.length(source)
+        cuts = [(last, -1)] * (0 <= last < length) + [(0, first)] * (first > 0)
+        if source == destination:
+            return True
+        if cuts and self.model.is_hybrid:
+            return False
+        self._context.remove(destination, -1, -1)
+        self._context.copy(source, destination)
+        for cut in cuts:
+            self._context.remove(destination, *cut)
+        return True
 
     def _backup(self, sequence: int) -> int:
         return self.n_sequences + sequence

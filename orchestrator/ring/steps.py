@@ -86,7 +86,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Make positions [first, last) of ``source`` part of ``destination`` too."""
+    """Let ``destination`` hold the positions [first, last) of ``source``, in place of what it held."""
 
     source: int
     destination: int
@@ -125,3 +125,30 @@ class Restore:
 
 
 KvOperation = Remove | Copy | Keep | Shift | Clear | Restore
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store a sequence's state under a number, in each stage its own layers'."""
+
+    sequence: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Put what :class:`Save` stored under this number into a sequence, in place of what it holds."""
+
+    sequence: int
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop what is stored under this number."""
+
+    key: int
+
+
+RingOperation = Remove | Copy | Keep | Shift | Clear | Save | Recall | Forget
+"""What can travel round a ring: everything that names state and carries none."""
