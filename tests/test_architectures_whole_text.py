@@ -18,17 +18,17 @@ from orchestrator.types import Contract
 
 Make = Callable[[str], Path]
 
-TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 320, 90)]
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(3, 320, 60)]
 
 
 @pytest.mark.parametrize(("architecture", "width"), [("rnd1", 320), ("nomic-bert-moe", 64), ("llama-embed", 64)])
 def test_later_tokens_count_and_one_row_is_the_last(synthetic: Make, architecture: str, width: int) -> None:
     with Model.open(synthetic(architecture)) as model, Session(model, n_ctx=96) as session:
         whole = session.decode(TOKENS, all_logits=True)
-        assert whole.shape == (90, width)
-        assert len(np.unique(whole, axis=0)) == 90
+        assert whole.shape == (60, width)
+        assert len(np.unique(whole, axis=0)) == 60
         session.clear()
-        beginning = session.decode(TOKENS[:70], all_logits=True)
+        beginning = session.decode(TOKENS[:40], all_logits=True)
         assert not np.array_equal(beginning[0], whole[0])  # what comes later changes the first row
         session.clear()
         last = session.decode(TOKENS)
@@ -51,13 +51,13 @@ def test_appending_is_decoding_the_longer_text(synthetic: Make) -> None:
     with Model.open(synthetic("nomic-bert-moe")) as model, Session(model, n_ctx=96) as session:
         decoder = decoder_of(session)
         assert isinstance(decoder, WholeText)
-        decoder.decode(TOKENS[:50], all_logits=True)
-        new = decoder.decode(TOKENS[50:53], all_logits=True)
-        one = decoder.decode(TOKENS[53:54])
+        decoder.decode(TOKENS[:30], all_logits=True)
+        new = decoder.decode(TOKENS[30:33], all_logits=True)
+        one = decoder.decode(TOKENS[33:34])
         session.clear()
-        shorter = session.decode(TOKENS[:53], all_logits=True)
+        shorter = session.decode(TOKENS[:33], all_logits=True)
         session.clear()
-        longer = session.decode(TOKENS[:54], all_logits=True)
+        longer = session.decode(TOKENS[:34], all_logits=True)
     assert np.array_equal(new, shorter[-3:])
     assert np.array_equal(one, longer[-1:])
 

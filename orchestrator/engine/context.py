@@ -209,8 +209,8 @@ class Context:
             return Outcome(None, self._hook.take_boundary() if self._hook else b"")
         if not batch.n_outputs:
             return Outcome(None, b"")
-        # without a memory the engine computes every row, whatever was wanted
-        n = batch.n_outputs if self._context.has_memory else len(batch)
+        # without a memory, and of embeddings, the engine gives every row, whatever was wanted
+        n = batch.n_outputs if self._context.has_memory and not self.model.embeds else len(batch)
         rows = (
             self._context.embeddings(n, self.model.n_embd)
             if self.model.embeds
