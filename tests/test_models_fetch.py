@@ -432,6 +432,16 @@ def test_a_manifest_of_another_model_and_no_manifest_are_refused(model, server, 
         Checksums.load(tmp_path / "bad.json")
 
 
+def test_a_manifest_comes_from_a_server_without_ranges_too(server, tmp_path):
+    with serving(tmp_path) as other:
+        other.pages["/models/sums.json"] = (
+            200,
+            {},
+            (server.folder / "big-00001-of-00003.gguf.manifest.json").read_bytes(),
+        )
+        assert fetch(server, tmp_path / "slice.gguf", manifest=other.url("sums.json")).checked
+
+
 # --- addresses ------------------------------------------------------------------------------------------------------
 
 

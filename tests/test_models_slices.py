@@ -212,6 +212,18 @@ def test_layers_keep_their_blocks_and_what_belongs_to_none(source, tmp_path):
     assert GgufFile.open(tmp_path / "one.gguf").shares == {1: (2,)}
 
 
+def test_shares_differ_from_layer_to_layer(source, tmp_path):
+    shares = {0: (0, 3), 1: (1, 2, 3)}
+    write_slice(source, tmp_path / "uneven.gguf", Selection(shares=shares))
+    part = GgufFile.open(tmp_path / "uneven.gguf")
+    assert part.shares == shares
+    assert part.metadata["linkcpp.slice.experts"] == ["0:0,3", "1:1-3"]
+    with pytest.raises(InputError, match="no experts in layers 2"):
+        write_slice(source, tmp_path / "none.gguf", Selection(shares={2: (0,)}))
+    with pytest.raises(InputError, match="no expert was chosen"):
+        write_slice(source, tmp_path / "none.gguf", Selection(shares={}))
+
+
 def test_slices_of_slices(source, tmp_path):
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     write_slice(source, first, Selection(experts=(0, 2, 3)))

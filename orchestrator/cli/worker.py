@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import click
 
@@ -16,6 +17,8 @@ from orchestrator.engine.experts import ExpertStore
 from orchestrator.errors import InputError
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.gguf import GgufFile
+from orchestrator.models.locations import parse_location
+from orchestrator.models.slices import Selection
 from orchestrator.transport.base import HostPort, parse_address
 from orchestrator.transport.tcp import TcpListener
 from orchestrator.workers.expert import ExpertCompute, ExpertService, WorkerProfile
@@ -66,14 +69,15 @@ def command(
     inject: str | None,
     until_stdin_ends: bool,
 ) -> None:
-    """Hold experts of MODEL (a name or a GGUF file) and compute them for backbones until SIGTERM or Ctrl-C.
+    """Hold experts of MODEL (a name, a GGUF file or an address) and compute them until SIGTERM or Ctrl-C.
 
-    Only the bytes of these experts are read. A worker keeps nothing between two requests.
+    Only the bytes of these experts are read, or downloaded from https:// and hf:// addresses: once, they stay in the
+    data folder. A slice of a model is enough. A worker keeps nothing between two requests.
     """
     terminal: Terminal = ctx.obj
     if until_stdin_ends:
         _watch_stdin()
-    path = resolve_model(model)
+    path = _local_file(terminal, model, layers, experts, own)
     file = GgufFile.open(path)
     file.require_moe()
     ownership = choose_ownership(file, layers, experts, own)
@@ -107,6 +111,23 @@ def command(
             terminal.error("error: a request was still running and was given up")
             sys.stderr.flush()
             os._exit(1)
+
+
+def _local_file(
+    terminal: Terminal, model: str, layers: str | None, experts: str | None, own: tuple[str, ...]
+) -> Path:
+    """Return the model's file; of a model on a server a file with this worker's share, downloaded where needed."""
+    location = parse_location(model)
+    if isinstance(location, Path):
+        return resolve_model(model)
+    from orchestrator.models.fetch import fetch_share  # loads the HTTP client, which a local file does not need
+
+    def choose(file: GgufFile) -> Selection:
+        file.require_moe()
+        return Selection(shares=choose_ownership(file, layers, experts, own).experts)
+
+    with terminal.progress("fetching experts") as progress:
+        return fetch_share(location, choose, name=f"{layers} {experts} {own}", progress=progress, warn=terminal.error)
 
 
 def _listen(address: str | None) -> TcpListener:

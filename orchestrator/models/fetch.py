@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from orchestrator.config import data_dir
 from orchestrator.errors import DownloadError, InputError
 from orchestrator.models.checksums import Checksums, Piece, pieces_of
 from orchestrator.models.gguf import GgufFile
@@ -31,6 +32,9 @@ from orchestrator.models.slices import Selection, SlicePlan, check_destination, 
 
 _RUN_BYTES: Final = 1 << 25  # of one request: long enough to fill a fast line, short enough to share the work
 _SPARE_BYTES: Final = 1 << 20
+
+Choose = Callable[[GgufFile], Selection]
+"""Chooses what to keep when the header of the model is known."""
 
 _Advance = Callable[[int, str], None]
 
@@ -65,14 +69,14 @@ class _Wanted:
 def fetch_slice(
     location: HttpLocation | HubLocation,
     destination: Path,
-    selection: Selection,
+    selection: Selection | Choose,
     *,
     manifest: str | None = None,
     connections: int = 4,
     patience: Patience | None = None,
     progress: Progress | None = None,
 ) -> FetchReport:
-    """Fetch what ``selection`` keeps of a remote model into ``destination``.
+    """Fetch what ``selection`` keeps of a remote model into ``destination``; it may depend on the model's header.
 
     ``manifest`` is a file or an address of one; without it the one beside the model is used, if there is any. An
     interrupted fetch is taken up by calling this again. Raise :class:`DownloadError` for the server and for bytes
@@ -84,10 +88,43 @@ def fetch_slice(
     )
 
 
+def fetch_share(
+    location: HttpLocation | HubLocation,
+    choose: Choose,
+    *,
+    name: str,
+    manifest: str | None = None,
+    patience: Patience | None = None,
+    progress: Progress | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Path:
+    """Bring a share of a remote model into the data folder, where it stays, and return its file.
+
+    ``name`` tells shares of one address apart. A server that cannot be asked is no obstacle where the file is there
+    from an earlier time: ``warn`` gets the reason. Raise like :func:`fetch_slice`.
+    """
+    address = location.url if isinstance(location, HttpLocation) else str(location)
+    digest = hashlib.sha256(f"{address}\n{name}".encode()).hexdigest()[:16]
+    folder = data_dir() / "shares"
+    destination = folder / f"{digest}.gguf"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot create {folder}: {error.strerror}") from error
+    try:
+        fetch_slice(location, destination, choose, manifest=manifest, patience=patience, progress=progress)
+    except DownloadError as error:
+        if not destination.exists():
+            raise
+        if warn is not None:
+            warn(f"warning: using the share fetched earlier, because {error}")
+    return destination
+
+
 async def _fetch(
     location: HttpLocation | HubFile,
     destination: Path,
-    selection: Selection,
+    selection: Selection | Choose,
     manifest_name: str | None,
     client: RangeClient,
     progress: Progress | None,
@@ -99,7 +136,7 @@ async def _fetch(
         if manifest is not None:
             manifest.require_identity(remote.model)
         cache = PieceCache()
-        plan = plan_slice(remote.model, selection)
+        plan = plan_slice(remote.model, selection if isinstance(selection, Selection) else selection(remote.model))
         header, offsets = plan.header()
         wanted = _wanted(plan, offsets, manifest, cache.known(remote.identity))
         places = [item.place for item in wanted]

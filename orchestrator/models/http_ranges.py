@@ -108,23 +108,35 @@ class RangeClient:
         taken = _Taken(sink)
         await self._persist(file, offset, size, taken, taken)
 
-    async def text(self, url: str, limit: int, *, headers: Mapping[str, str] | None = None) -> bytes | None:
-        """Return a small file whole, or nothing where the server has none."""
+    async def whole(self, url: str, limit: int, *, headers: Mapping[str, str] | None = None) -> bytes | None:
+        """Return a file of at most ``limit`` bytes, or nothing where the server has none."""
+        got = bytearray()
+        try:
+            file = await self.probe(url, _CHUNK, got.extend, headers=headers)
+        except _MissingError:
+            return None
+        except _NoRangesError:
+            return await self._in_one(url, limit, headers or {})
+        if file.size > limit:
+            raise DownloadError(f"{url} is larger than {limit} bytes")
+        if file.size > len(got):
+            await self.read(file, len(got), file.size - len(got), got.extend)
+        return bytes(got)
+
+    async def _in_one(self, url: str, limit: int, headers: Mapping[str, str]) -> bytes:
         wait = self._patience.first_wait
-        for attempt in range(self._patience.attempts):
+        for attempt in range(1, self._patience.attempts + 1):
             try:
-                return await self._whole(url, limit, headers or {})
+                return await self._whole(url, limit, headers)
             except _Interrupted as error:
-                if attempt + 1 == self._patience.attempts:
-                    raise DownloadError(f"{url}: {error} ({attempt + 1} attempts)") from error
+                if attempt == self._patience.attempts:
+                    raise DownloadError(f"{url}: {error} ({attempt} attempts)") from error
                 await asyncio.sleep(max(wait, min(error.retry_after, _LONGEST_WAIT)))
                 wait = min(2 * wait, _LONGEST_WAIT)
-        return None
+        raise DownloadError(f"{url} was not asked for")
 
-    async def _whole(self, url: str, limit: int, headers: Mapping[str, str]) -> bytes | None:
+    async def _whole(self, url: str, limit: int, headers: Mapping[str, str]) -> bytes:
         async with self._get(url, headers) as response:
-            if response.status in {404, 410}:
-                return None
             if response.status != 200:
                 _refuse(url, response, 0)
             body = bytearray()
@@ -225,6 +237,14 @@ class _Taken:
         return self._count
 
 
+class _MissingError(DownloadError):
+    """The server has no such file."""
+
+
+class _NoRangesError(DownloadError):
+    """The server sends files whole only."""
+
+
 class _Interrupted(Exception):  # noqa: N818 - no error yet: the reading goes on
     """The transfer stopped before its end, in words; ``retry_after`` seconds is what the server asked for."""
 
@@ -247,14 +267,14 @@ def _refuse(url: str, response: aiohttp.ClientResponse, offset: int) -> None:
             hint="for Hugging Face set HF_TOKEN, or accept the model's terms on its page",
         )
     if status in {404, 410}:
-        raise DownloadError(f"{url}: the server has no such file ({status})")
+        raise _MissingError(f"{url}: the server has no such file ({status})")
     if status == 416:
         raise DownloadError(
             f"{url}: the server has nothing at byte {offset} ({status}): the file is shorter than it should be",
             hint="it was replaced or is damaged; run it again",
         )
     if status == 200:
-        raise DownloadError(
+        raise _NoRangesError(
             f"{url}: the server ignores ranges and sends the whole file",
             hint="use another server, or download the file whole and cut it with `linkcpp model slice`",
         )

@@ -100,7 +100,7 @@ async def read_manifest(client: RangeClient, remote: RemoteModel, asked: str | N
     if url is None:
         return None
     headers = remote.files[0].headers if asked is None else {}
-    data = await client.text(url, _LARGEST_MANIFEST, headers=headers)
+    data = await client.whole(url, _LARGEST_MANIFEST, headers=headers)
     if data is None:
         if asked is not None:
             raise DownloadError(f"{url}: the server has no such file")

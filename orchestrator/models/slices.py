@@ -49,18 +49,25 @@ class Selection:
 
     ``experts`` keeps these routed experts and no other tensor (a worker's slice), ``without_experts`` everything but
     the routed experts (the first machine's). ``layers`` leaves out the blocks of other layers and keeps what
-    belongs to none (embeddings, output). ``without`` are patterns of tensor names to leave out besides.
+    belongs to none (embeddings, output). ``without`` are patterns of tensor names to leave out besides. ``shares``
+    is like ``experts``, with other experts in each layer.
     """
 
     experts: Sequence[int] | None = None
     layers: Sequence[int] | None = None
     without_experts: bool = False
     without: tuple[str, ...] = ()
+    shares: Shares | None = None
+
+    @property
+    def of_experts(self) -> bool:
+        """Tell whether it keeps experts and no other tensor."""
+        return self.experts is not None or self.shares is not None
 
     @property
     def is_everything(self) -> bool:
         """Tell whether nothing is left out."""
-        return self.experts is None and self.layers is None and not self.without_experts and not self.without
+        return not self.of_experts and self.layers is None and not self.without_experts and not self.without
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +152,16 @@ class SlicePlan:
 
 def plan_slice(model: GgufFile, selection: Selection) -> SlicePlan:
     """Choose the tensors of a slice; raise :class:`InputError` for what the model or its file does not have."""
-    if selection.experts is not None and selection.without_experts:
+    if selection.of_experts and selection.without_experts:
         raise InputError("a slice is made of experts or without them, not both")
     layers = None if selection.layers is None else frozenset(selection.layers)
     if layers is not None and max(layers, default=0) >= model.n_layer:
         raise InputError(
             f"{model.path.name} has no layer {max(layers)}", hint=f"its layers are 0 to {model.n_layer - 1}"
         )
-    if selection.experts is not None or selection.without_experts:
+    if selection.of_experts or selection.without_experts:
         model.require_moe()
-    wanted = None if selection.experts is None else _owned(model, selection.experts, layers)
+    wanted = _owned(model, selection, layers) if selection.of_experts else None
     kept = []
     for info in model.tensors.values():
         layer = _layer_of(info.name)
@@ -223,27 +230,33 @@ def _bytes_of(plan: SlicePlan, tensor: SlicedTensor) -> Iterator[bytes]:
         yield from range_bytes(path, offset, size, tensor.info.name)
 
 
-def _owned(model: GgufFile, experts: Sequence[int], layers: frozenset[int] | None) -> Shares:
+def _owned(model: GgufFile, selection: Selection, layers: frozenset[int] | None) -> Shares:
     """Return the experts to keep per layer; refuse those that the model, or this slice of it, does not have."""
-    ids = tuple(sorted(set(experts)))
-    if not ids:
-        raise InputError("no expert was chosen")
-    if ids[-1] >= model.n_expert:
-        raise InputError(f"{model.path.name} has no expert {ids[-1]}", hint=f"experts are 0 to {model.n_expert - 1}")
-    chosen = [layer for layer in model.moe_layers if layers is None or layer in layers]
-    if not chosen:
+    if selection.shares is not None:
+        shares = {layer: tuple(sorted(set(ids))) for layer, ids in selection.shares.items() if ids}
+        strange = shares.keys() - set(model.moe_layers)
+    else:
+        ids = tuple(sorted(set(selection.experts or ())))
+        shares = dict.fromkeys((layer for layer in model.moe_layers if layers is None or layer in layers), ids)
+        strange = set() if shares else set(layers or ())
+    if strange:
         raise InputError(
-            f"{model.path.name} has no experts in layers {format_ranges(layers or ())}",
+            f"{model.path.name} has no experts in layers {format_ranges(strange)}",
             hint=f"its MoE layers are {format_ranges(model.moe_layers)}",
         )
-    for layer in chosen:
+    highest = max((max(ids, default=-1) for ids in shares.values()), default=-1)
+    if highest < 0:
+        raise InputError("no expert was chosen")
+    if highest >= model.n_expert:
+        raise InputError(f"{model.path.name} has no expert {highest}", hint=f"experts are 0 to {model.n_expert - 1}")
+    for layer, ids in shares.items():
         missing = set(ids).difference(model.held_experts(layer))
         if missing:
             raise InputError(
                 f"{model.path.name} lacks experts {format_ranges(missing)} of layer {layer}",
                 hint="it is a slice itself: cut from the whole model",
             )
-    return dict.fromkeys(chosen, ids)
+    return shares
 
 
 def _some_experts(model: GgufFile, info: TensorInfo, ids: Iterable[int]) -> list[SlicedTensor]:
