@@ -1,0 +1,126 @@
+"""`linkcpp bench`: what the distribution costs, as ratios measured in one run."""
+
+from __future__ import annotations
+
+import click
+
+from orchestrator.bench.dispatch import BUDGET_US, DispatchReport, run_dispatch
+from orchestrator.bench.layer import LayerReport, layer_model, run_layer, shapes
+from orchestrator.cli.app import Terminal
+from orchestrator.models.catalog import resolve_model
+from orchestrator.models.sources import get_model
+
+DEFAULT_MODEL = "smollm2-moe"
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+_pairs = click.option("--pairs", type=click.IntRange(1, 1000), default=20, help="Alternating runs of both sides.")
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure what the distribution costs.
+
+    Figures are medians of alternating runs. On a machine that others use too they are noisy: the load average is
+    part of each result.
+    """
+
+
+@command.command("dispatch")
+@click.option("--model", default=DEFAULT_MODEL, help="A model of the catalogue or a file.")
+@click.option("--workers", type=click.IntRange(1, 16), default=1, help="Worker processes, all on one core.")
+@_pairs
+@click.option("--steps", type=click.IntRange(1, 256), default=24, help="Tokens of each run.")
+@click.option(
+    "--budget-us", type=float, default=BUDGET_US, help="Orchestration p50 at one row over which this fails."
+)
+@_json
+@click.pass_context
+def dispatch(
+    ctx: click.Context, model: str, workers: int, pairs: int, steps: int, budget_us: float, as_json: bool
+) -> None:
+    """Measure orchestration per MoE layer, and tokens/s of a star against one process.
+
+    One thread on each side, each on a core of its own. Exit status 1 if orchestration at one row is over its
+    budget, or if a logit differs between the two sides.
+    """
+    terminal: Terminal = ctx.obj
+    with terminal.progress("bench dispatch") as progress:
+        # The default model is fetched, as the demo does; any other must be there.
+        path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+        report = run_dispatch(path, workers=workers, pairs=pairs, steps=steps, progress=progress)
+    if as_json:
+        terminal.json(report.to_json() | {"budget_us": budget_us, "within_budget": report.is_within(budget_us)})
+    else:
+        _show_dispatch(terminal, report, budget_us)
+    ctx.exit(0 if report.is_within(budget_us) and report.times.byte_identical else 1)
+
+
+def _show_dispatch(terminal: Terminal, report: DispatchReport, budget_us: float) -> None:
+    # A title in the table would be folded to the table's width.
+    terminal.print("time in the hook minus the worker's compute, us per MoE layer", style="bold")
+    terminal.table(
+        "",
+        ("rows", "p50", "p99", "worker's compute p50", "calls"),
+        [
+            (str(entry.rows), f"{entry.p50:.1f}", f"{entry.p99:.1f}", f"{entry.compute_p50:.0f}", f"{entry.calls:,}")
+            for entry in report.orchestration
+        ],
+    )
+    figures = report.to_json()
+    low, high = report.times.spread
+    terminal.print(
+        f"\n{report.model}, {report.workers} worker(s): star {figures['tokens_per_second_star']} tokens/s, "
+        f"one process {figures['tokens_per_second_local']}"
+    )
+    terminal.print(
+        f"star to local: {report.times.star_to_local:.3f} (quartiles {low:.3f} to {high:.3f})", style="bold"
+    )
+    _show_common(terminal, report.times.byte_identical, report.load)
+    if not report.is_within(budget_us):
+        terminal.error(f"error: {report.at_one_row.p50:.0f} us per layer is over the budget of {budget_us:g} us")
+
+
+@command.command("layer")
+@click.option("--like", type=click.Choice(shapes()), default=shapes()[0], help="The model whose layer it is.")
+@_pairs
+@click.option("--steps", type=click.IntRange(1, 256), default=16, help="Tokens of each run.")
+@_json
+@click.pass_obj
+def layer(terminal: Terminal, like: str, pairs: int, steps: int, as_json: bool) -> None:
+    """Measure the overhead of a star at the true shape of a large model's layer.
+
+    Two MoE layers with random weights, kept in the cache folder (about 3 GB). Overhead is the step time of the
+    star less that of one process, divided by the latter.
+    """
+    with terminal.progress("making the model") as progress:
+        path = layer_model(like, progress=progress)
+    with terminal.progress("bench layer") as progress:
+        report = run_layer(like, path, pairs=pairs, steps=steps, progress=progress)
+    if as_json:
+        terminal.json(report.to_json())
+    else:
+        _show_layer(terminal, report)
+
+
+def _show_layer(terminal: Terminal, report: LayerReport) -> None:
+    figures = report.to_json()
+    low, high = report.times.overhead_spread
+    terminal.print(f"two MoE layers like those of {report.like}, one token", style="bold")
+    terminal.table(
+        "",
+        ("side", "step"),
+        [("star", f"{figures['step_ms_star']} ms"), ("one process", f"{figures['step_ms_local']} ms")],
+    )
+    terminal.print(
+        f"\norchestration {report.orchestration.p50:.0f} us per layer beside the worker's "
+        f"{report.orchestration.compute_p50:.0f} us, less what the shared expert hides"
+    )
+    terminal.print(
+        f"overhead: {100 * report.times.overhead:.2f} % (quartiles {100 * low:.2f} to {100 * high:.2f} %)",
+        style="bold",
+    )
+    _show_common(terminal, report.times.byte_identical, report.load)
+
+
+def _show_common(terminal: Terminal, byte_identical: bool, load: tuple[float, float]) -> None:
+    terminal.print(f"logits byte-identical: {'yes' if byte_identical else 'no'}; load average {load[0]} to {load[1]}")
