@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
+from grammar_twin import GrammarTwin
 
 from orchestrator.errors import ComputeError, LinkcppError
 
@@ -61,6 +62,10 @@ class FakeModel:
 
     def is_end_of_generation(self, token: int) -> bool:
         return token in (EOS, END_OF_TURN)
+
+    def constrain(self, grammar: str, visible: Collection[int] = ()) -> GrammarTwin:
+        pieces = [self.piece(token, special=token in visible) for token in range(N_VOCAB)]
+        return GrammarTwin(grammar, pieces, {EOS, END_OF_TURN})
 
     def close(self) -> None:
         pass

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from bindings.handles import ModelHandle, NativeError
 from bindings.library import EngineUnavailableError, load
+from orchestrator.engine.grammar import Grammar, GrammarFactory
 from orchestrator.errors import EngineMissingError, ModelFileError, UnknownArchitectureError
 from orchestrator.models.architectures import RECIPES
 
@@ -51,6 +52,7 @@ class Model:
         self.is_whole = self.stage == (0, self.n_layer)
         self.has_output = self.stage[1] == self.n_layer
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._grammars = GrammarFactory(handle)
 
     @classmethod
     def open(
@@ -135,3 +137,10 @@ class Model:
     def is_end_of_generation(self, token: int) -> bool:
         """Tell whether a token ends an answer."""
         return bool(load()[0].llama_vocab_is_eog(self.handle.vocab, token))
+
+    def constrain(self, grammar: str, visible: Collection[int] = ()) -> Grammar:
+        """Return which tokens an answer may hold that follows a GBNF grammar, at its beginning.
+
+        Control tokens are never allowed, except end tokens and those in ``visible``. Raises :class:`InputError`.
+        """
+        return self._grammars(grammar, visible)

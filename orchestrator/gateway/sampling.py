@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ Scores = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 
 _SEED_MASK: Final = (1 << 64) - 1
+_SECOND_DRAW: Final = 1 << 64
+"""Where the numbers of second draws begin in a seed's sequence; no answer is that long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,19 @@ class SamplingParameters:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+
+
+class Constraint(Protocol):
+    """What an answer may hold next, such as a grammar's state; made for one answer and told each of its tokens."""
+
+    def allows(self, token: int) -> bool:
+        """Tell whether the answer may go on with a token."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return for each token whether the answer may go on with it, [n_vocab]; much slower than one question."""
+
+    def accept(self, token: int) -> None:
+        """Go on with a token, which must be an allowed one."""
 
 
 class TokenHistory:
@@ -73,13 +88,32 @@ class TokenHistory:
         )
 
 
-def choose_token(logits: FloatArray, parameters: SamplingParameters, history: TokenHistory, index: int) -> int:
-    """Choose the ``index``-th token of an answer from ``logits`` [n_vocab].
+def choose_token(
+    logits: FloatArray,
+    parameters: SamplingParameters,
+    history: TokenHistory,
+    index: int,
+    constraint: Constraint | None = None,
+) -> int | None:
+    """Choose the ``index``-th token of an answer from ``logits`` [n_vocab]; None if the constraint allows none.
 
-    Equal scores go to the lower token id. Raises :class:`ComputeError` when the logits are not numbers, because any
-    choice from them would be noise that looks like an answer.
+    A token that the constraint forbids is drawn again, with a number of its own, among those that it allows: that
+    gives each of them its share (p + p' * p / (1 - p') = p / (1 - p'), p' being what is forbidden) and asks about the
+    whole vocabulary only when it must. Equal scores go to the lower token id. Raises :class:`ComputeError` when the
+    logits are not numbers, because any choice from them would be noise that looks like an answer.
     """
     scores = adjust(logits, parameters, history)
+    token = _draw(scores, parameters, index)
+    if constraint is None or constraint.allows(token):
+        return token
+    allowed = constraint.allowed()
+    if not allowed.any():
+        return None
+    scores[~allowed] = -np.inf
+    return _draw(scores, parameters, _SECOND_DRAW + index)
+
+
+def _draw(scores: Scores, parameters: SamplingParameters, index: int) -> int:
     if parameters.temperature <= 0.0:
         return int(np.argmax(scores))
     tokens, probabilities = filter_candidates(scores / parameters.temperature, parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -9,6 +10,7 @@ from typing import Literal, Protocol
 from orchestrator.errors import LinkcppError
 from orchestrator.gateway.detokenize import Detokenizer, Released
 from orchestrator.gateway.sampling import (
+    Constraint,
     SamplingParameters,
     TokenHistory,
     choose_token,
@@ -29,6 +31,9 @@ class Vocabulary(Protocol):
     def is_end_of_generation(self, token: int) -> bool:
         """Tell whether the model ends its answer with this token."""
 
+    def constrain(self, grammar: str, visible: Collection[int] = ()) -> Constraint:
+        """Return the beginning of an answer in a GBNF grammar; raises :class:`InputError` for an unusable one."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -36,6 +41,8 @@ class GenerationRequest:
 
     ``max_tokens`` None: until the model ends or the context is full. ``top_logprobs`` None: no log probabilities;
     0: those of the chosen tokens only. ``ignore_end``: go on after the model's end token (for measurements).
+    ``grammar``: what the whole answer must look like, in GBNF. ``visible``: control tokens that the answer shows as
+    text, such as the one that begins a tool call.
     """
 
     prompt: tuple[int, ...]
@@ -45,6 +52,8 @@ class GenerationRequest:
     top_logprobs: int | None = None
     ignore_end: bool = False
     identifier: str = ""
+    grammar: str | None = None
+    visible: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,7 @@ class Sequence:
         self._n_ctx = n_ctx
         self._history = TokenHistory(request.prompt)
         self._text: Detokenizer[TokenRecord] = Detokenizer(request.stop)
+        self._constraint = vocabulary.constrain(request.grammar, request.visible) if request.grammar else None
 
     @property
     def generated(self) -> int:
@@ -141,13 +151,19 @@ class Sequence:
 
     def accept(self, logits: FloatArray) -> TextDelta:
         """Choose the next token from ``logits`` [n_vocab] and return the text that became certain."""
-        token = choose_token(logits, self.request.sampling, self._history, self.generated)
+        token = choose_token(logits, self.request.sampling, self._history, self.generated, self._constraint)
+        if token is None:  # the text is complete, and the model has no token to say so
+            self.finish_reason = "stop"
+            return _delta(self._text.finish())
         self.tokens.append(token)
         self._history.append(token)
         if self._vocabulary.is_end_of_generation(token) and not self.request.ignore_end:
             self.finish_reason = "stop"
             return _delta(self._text.finish())
-        released = self._text.feed(self._vocabulary.piece(token), self._record(token, logits))
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        piece = self._vocabulary.piece(token, special=token in self.request.visible)
+        released = self._text.feed(piece, self._record(token, logits))
         if self._text.stopped:
             self.finish_reason = "stop"
         elif self.generated == self.request.max_tokens or len(self.tokens) > self._n_ctx:
