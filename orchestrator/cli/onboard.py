@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.onboard_all import run_series
 from orchestrator.models.catalog import resolve_model
+from orchestrator.onboarding.architectures import SeriesOptions
 from orchestrator.onboarding.options import GateOptions, default_threads
 from orchestrator.onboarding.picture import cosine_picture
 from orchestrator.onboarding.records import catalogue_name, publish, save
@@ -16,7 +20,15 @@ from orchestrator.workers.inject import Injection
 
 
 @click.command("onboard")
-@click.argument("model")
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option(
+    "--all-architectures", "series", flag_value="architectures", help="Try a small model of each architecture."
+)
+@click.option("--all-shapes", "series", flag_value="shapes", help="Try the shapes of known large models.")
+@click.option("--fresh", is_flag=True, help="With --all-...: try again what passed before.")
+@click.option(
+    "--table", type=click.Path(path_type=Path), metavar="FILE", help="With --all-...: write the findings as a page."
+)
 @click.option(
     "--contract",
     "contracts",
@@ -24,8 +36,12 @@ from orchestrator.workers.inject import Injection
     multiple=True,
     help="Contract to try; may be repeated. [default: all]",
 )
-@click.option("--workers", default="1,2,3", metavar="LIST", help="Numbers of local workers to try.")
-@click.option("--steps", type=click.IntRange(0, 4096), default=16, help="Decode steps after each prompt.")
+@click.option(
+    "--workers", metavar="LIST", help="Numbers of local workers to try. [default: 1,2,3; of --all-...: 1,3]"
+)
+@click.option(
+    "--steps", type=click.IntRange(0, 4096), help="Decode steps after each prompt. [default: 16; of --all-...: 8]"
+)
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of oracle and backbone.")
 @click.option("--record", "to_catalogue", is_flag=True, help="Also write the result into models.toml.")
 @click.option(
@@ -38,10 +54,13 @@ from orchestrator.workers.inject import Injection
 @click.pass_context
 def command(
     ctx: click.Context,
-    model: str,
+    models: tuple[str, ...],
+    series: str | None,
+    fresh: bool,
+    table: Path | None,
     contracts: tuple[str, ...],
-    workers: str,
-    steps: int,
+    workers: str | None,
+    steps: int | None,
     threads: int | None,
     to_catalogue: bool,
     inject: str | None,
@@ -49,15 +68,25 @@ def command(
 ) -> None:
     """Prove that MODEL (a name or a GGUF file) gives the same answers over workers as in one process.
 
-    Starts local workers, runs built-in prompts, compares every logit, and keeps the result. Exit status: 0 passed,
-    1 failed, 2 the model cannot be judged.
+    Starts local workers, runs built-in prompts, compares every logit, and keeps the result. With --all-... the
+    models are made for the purpose, MODEL names those to try (all by default), and a run that was broken off goes
+    on where it was. Exit status: 0 passed, 1 failed, 2 the model cannot be judged.
     """
     terminal: Terminal = ctx.obj
-    path = resolve_model(model)
+    if series is not None:
+        if contracts or threads or to_catalogue or inject:
+            raise click.UsageError(f"--all-{series} takes no --contract, --threads, --record or --inject")
+        defaults = SeriesOptions()
+        counts = parse_ranges(workers, what="--workers") if workers else defaults.worker_counts
+        chosen = SeriesOptions(counts, defaults.steps if steps is None else steps, fresh)
+        ctx.exit(run_series(terminal, series, models, chosen, table, as_json=as_json))
+    if len(models) != 1 or fresh or table:
+        raise click.UsageError("give one MODEL, or one of the options --all-...")
+    path = resolve_model(models[0])
     options = GateOptions(
         contracts=tuple(Contract(name) for name in dict.fromkeys(contracts)) or tuple(Contract),
-        worker_counts=parse_ranges(workers, what="--workers"),
-        steps=steps,
+        worker_counts=parse_ranges(workers or "1,2,3", what="--workers"),
+        steps=16 if steps is None else steps,
         threads=threads or default_threads(),
         inject=inject,
     )

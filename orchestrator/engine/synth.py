@@ -9,6 +9,7 @@ the seed (:mod:`orchestrator.engine.synth_weights`). The hyperparameters come fr
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import subprocess
@@ -22,7 +23,7 @@ from typing import Final
 import bindings
 from orchestrator.engine.synth_blocks import random_blocks
 from orchestrator.engine.synth_metadata import encode_entries, tokenizer_keys
-from orchestrator.engine.synth_weights import byte_pieces, spread_of
+from orchestrator.engine.synth_weights import WEIGHTS_VERSION, byte_pieces, spread_of
 from orchestrator.errors import EngineError, InputError, UnknownArchitectureError
 from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS, Recipe
 from orchestrator.models.faithful import FAITHFUL, Faithful
@@ -98,6 +99,18 @@ def synth(
     tensors = [_plan(shape, order) for shape in _wanted(_ask_engine(metadata, _typed(order)), order)]
     destination.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(destination, encode_entries(metadata), tensors, alignment=DEFAULT_ALIGNMENT, progress=progress)
+
+
+def recipe_sha256(architecture: str, *, like: str | None = None, seed: int = 0) -> str:
+    """Hash what decides the bytes of :func:`synth`'s file, without asking the engine."""
+    model = None if like is None else _faithful(like, architecture)
+    recipe = _recipe(architecture)
+    dimensions = recipe.dimensions if model is None else model.dimensions
+    order = _Order(architecture, recipe, dimensions, model, seed, fused=True, scales=model is None)
+    digest = hashlib.sha256(f"weights {WEIGHTS_VERSION}, seed {seed}".encode())
+    for entry in encode_entries(_metadata(order)):
+        digest.update(entry)
+    return digest.hexdigest()
 
 
 def _recipe(architecture: str) -> Recipe:

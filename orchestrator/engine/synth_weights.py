@@ -19,6 +19,9 @@ import numpy as np
 from orchestrator.models.ggml_types import GgmlType
 from orchestrator.types import FloatArray
 
+WEIGHTS_VERSION: Final = 1
+"""Grows when the same seed and name give other values."""
+
 _PIECE: Final = 1 << 20  # values per piece; even, so that the stream does not depend on it
 
 

@@ -71,9 +71,7 @@ def take_inventory(sources: Mapping[str, str]) -> SourceInventory:
 _TABLES: Final = ("llama-arch.cpp", "llama-model.cpp", "models/models.h")
 
 
-def _graph_files(
-    name: str, classes: Mapping[str, tuple[str, str]], code: Mapping[str, set[str]]
-) -> set[str]:
+def _graph_files(name: str, classes: Mapping[str, tuple[str, str]], code: Mapping[str, set[str]]) -> set[str]:
     """Return the files that hold the code of a class's graphs, borrowed ones included."""
     files: set[str] = set()
     seen: set[str] = set()

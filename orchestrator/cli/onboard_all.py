@@ -1,0 +1,132 @@
+"""The long series of `linkcpp onboard`: every architecture, every shape, every quantisation type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.cli.app import Terminal
+from orchestrator.engine.identity import engine_identity
+from orchestrator.engine.upstream import source_inventory
+from orchestrator.errors import ConfigError
+from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS
+from orchestrator.onboarding.architecture_results import ArchitectureResult
+from orchestrator.onboarding.architecture_table import COLUMNS, Provenance, count_line, document, rows
+from orchestrator.onboarding.architectures import (
+    SHAPES,
+    SeriesOptions,
+    denominator,
+    known_results,
+    run_architectures,
+    run_shapes,
+    untried,
+)
+from orchestrator.onboarding.run import utc_now
+
+
+def run_series(
+    terminal: Terminal,
+    series: str,
+    names: tuple[str, ...],
+    options: SeriesOptions,
+    table: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Run one series and return the exit status."""
+    if series == "architectures":
+        return _all_architectures(terminal, names, options, table, as_json=as_json)
+    return _all_shapes(terminal, names, options, table, as_json=as_json)
+
+
+def _all_architectures(
+    terminal: Terminal, names: tuple[str, ...], options: SeriesOptions, table: Path | None, *, as_json: bool
+) -> int:
+    """Run the gate over architectures, show or write the table, and return the exit status."""
+    with terminal.progress("architectures") as progress:
+        results = run_architectures(names, options, progress=progress)
+    inventory = source_inventory()
+    counted = denominator(inventory)
+    if as_json:
+        terminal.json(
+            {
+                "architectures": [result.to_json() for result in results],
+                "denominator": None
+                if inventory is None
+                else {
+                    "files": list(inventory.files),
+                    "calls": inventory.calls,
+                    "architectures": sorted(inventory.architectures),
+                },
+                **_summary(results),
+            }
+        )
+    else:
+        terminal.table("architectures", COLUMNS, rows(results))
+        terminal.print(counted)
+        _conclude(terminal, results)
+    if table is not None:
+        _write_page(table, counted)
+    return int(any(result.failed for result in results))
+
+
+def _all_shapes(
+    terminal: Terminal, names: tuple[str, ...], options: SeriesOptions, table: Path | None, *, as_json: bool
+) -> int:
+    """Run the gate over the shapes of known models and return the exit status."""
+    with terminal.progress("shapes") as progress:
+        results = run_shapes(names, options, progress=progress)
+    if as_json:
+        terminal.json({"shapes": [result.to_json() for result in results], **_summary(results)})
+    else:
+        terminal.table("shapes", ("model", *COLUMNS), [(result.name, *rows([result])[0]) for result in results])
+        _conclude(terminal, results)
+    if table is not None:
+        _write_page(table, denominator(source_inventory()))
+    return int(any(result.failed for result in results))
+
+
+def _summary(results: list[ArchitectureResult]) -> dict[str, object]:
+    identity = engine_identity()
+    return {
+        "built": sum(result.built for result in results),
+        "passed": sum(result.passed for result in results),
+        "failed": [result.name for result in results if result.failed],
+        "engine": {"build": identity.build, "isa": identity.isa},
+    }
+
+
+def _conclude(terminal: Terminal, results: list[ArchitectureResult]) -> None:
+    for result in results:
+        if not result.built:
+            terminal.print(f"not made: {result.name}: {result.reason}")
+    for result in results:
+        if result.failed:
+            terminal.print(f"failed: {result.name}: {result.reason}", style="red")
+    failed = any(result.failed for result in results)
+    terminal.print(count_line(results).replace("`", ""), style="bold red" if failed else "bold green")
+
+
+def _write_page(path: Path, counted: str) -> None:
+    """Write all that is on record for this engine, whatever this run tried."""
+    known = known_results()
+    named = [known.get(name) or untried(name) for name in (*RECIPES, *WITHOUT_EXPERTS)]
+    shapes = [known[name] for name in SHAPES if name in known]
+    _write(path, document(named, shapes, _provenance(counted)))
+
+
+def _provenance(counted: str) -> Provenance:
+    identity = engine_identity()
+    return Provenance(
+        command="linkcpp onboard --all-architectures --table FILE",
+        engine=identity.build,
+        isa=identity.isa,
+        date=utc_now().isoformat(),
+        denominator=counted,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
