@@ -9,7 +9,8 @@ import pytest
 
 from orchestrator.errors import ConfigError, InputError, ModelFileError
 from orchestrator.models import catalog as catalog_module
-from orchestrator.models.catalog import Catalog, PackageSource, UpcycleSource, resolve_model
+from orchestrator.models.catalog import Catalog, resolve_model
+from orchestrator.models.catalog_rows import PackageSource, UpcycleSource
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -81,7 +82,7 @@ def test_rows_are_read(path):
         ('base = "base"', 'base = "nothing"', "made is made from 'nothing'"),
         ('file = "made.gguf"', 'file = "../made.gguf"', "not a plain file name"),
         (f'sha256 = "{"0" * 64}"', 'sha256 = "0"', "must be 64 hex digits"),
-        ("[models.base.source]", "[models.base.origin]", "models.base.source is no table"),
+        ("[models.base.source]", "[models.base.origin]", "models.base.origin is no part of a row"),
         ("[models.base]", "[models.base", "not valid TOML"),
     ],
 )

@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "doctor": "Check compiler, engine, cores, memory, disk and ports.",
     "engine": "Build, inspect and verify the patched engine.",
     "model": "Get, make and inspect models.",
+    "models": "List the models: status, sizes, wire, context, machines.",
     "worker": "Compute experts of a model for other machines.",
     "onboard": "Prove that a model gives the same answers over workers.",
     "serve": "Answer OpenAI-style requests with a model over workers.",

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.models import command as list_models
 from orchestrator.errors import InputError
-from orchestrator.models.catalog import Catalog, UpcycleSource, resolve_model
+from orchestrator.models.catalog import locate, resolve_model
 from orchestrator.models.checksums import Checksums
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.hyperparameters import Dimensions
 from orchestrator.models.inspection import Inspection, size_text
-from orchestrator.models.locations import parse_location
 from orchestrator.models.slices import Selection, write_slice
 from orchestrator.models.sources import get_model
 from orchestrator.models.upcycle import upcycle as write_upcycled
@@ -47,38 +47,7 @@ def get(terminal: Terminal, name: str, as_json: bool) -> None:
     terminal.print(f"{name} is there ({size_text(path.stat().st_size)}): {path}")
 
 
-@command.command("list", short_help="Show the catalogue.")
-@_JSON
-@click.pass_obj
-def list_models(terminal: Terminal, as_json: bool) -> None:
-    """Show the models that can be named, and which of them are on this machine."""
-    catalog = Catalog.load()
-    if as_json:
-        terminal.json(
-            [
-                {
-                    "name": row.name,
-                    "title": row.title,
-                    "license": row.license,
-                    "bytes": row.size,
-                    "sha256": row.sha256,
-                    "present": row.is_present,
-                    "path": str(row.path),
-                    "made_from": row.source.base if isinstance(row.source, UpcycleSource) else None,
-                    "gate": dict(row.gate),
-                }
-                for row in catalog.rows.values()
-            ]
-        )
-        return
-    terminal.table(
-        "models",
-        ("name", "here", "size", "license", "what it is"),
-        [
-            (row.name, "yes" if row.is_present else "no", size_text(row.size), row.license, row.title)
-            for row in catalog.rows.values()
-        ],
-    )
+command.add_command(list_models, "list")
 
 
 @command.command(short_help="Say what a GGUF holds.")
@@ -202,7 +171,7 @@ def fetch(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Fetch a model from ADDRESS: https://... or hf://OWNER/REPOSITORY/FILE[@REVISION].
+    """Fetch a model from ADDRESS: https://..., hf://OWNER/REPOSITORY/FILE[@REVISION] or a name of the catalogue.
 
     Only the bytes of what is kept are downloaded (see `linkcpp model slice`), and an interrupted download goes on
     when it is run again. A model in parts is named by its first part and becomes one file.
@@ -210,7 +179,7 @@ def fetch(
     from orchestrator.models.fetch import fetch_slice  # loads the HTTP client, which the other commands do not need
     from orchestrator.models.http_ranges import Patience
 
-    location = parse_location(address)
+    location = locate(address)
     if isinstance(location, Path):
         raise InputError(f"{address} is no address on a server", hint="cut a local file with `linkcpp model slice`")
     with terminal.progress(f"fetching {output.name}") as progress:

@@ -15,9 +15,8 @@ import click
 from orchestrator.cli.app import Terminal
 from orchestrator.engine.experts import ExpertStore
 from orchestrator.errors import InputError
-from orchestrator.models.catalog import resolve_model
+from orchestrator.models.catalog import locate, resolve_model
 from orchestrator.models.gguf import GgufFile
-from orchestrator.models.locations import parse_location
 from orchestrator.models.slices import Selection
 from orchestrator.transport.base import HostPort, parse_address
 from orchestrator.transport.tcp import TcpListener
@@ -117,9 +116,9 @@ def _local_file(
     terminal: Terminal, model: str, layers: str | None, experts: str | None, own: tuple[str, ...]
 ) -> Path:
     """Return the model's file; of a model on a server a file with this worker's share, downloaded where needed."""
-    location = parse_location(model)
+    location = locate(model)
     if isinstance(location, Path):
-        return resolve_model(model)
+        return resolve_model(location)
     from orchestrator.models.fetch import fetch_share  # loads the HTTP client, which a local file does not need
 
     def choose(file: GgufFile) -> Selection:

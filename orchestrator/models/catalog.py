@@ -1,5 +1,9 @@
 """The models known by name: rows of ``models.toml``, read strictly and written with comments kept.
 
+Behind the rows stand results: ``[gate.NAME]`` of a model's real weights, ``[architecture.ARCHITECTURE]`` and
+``[like.NAME]`` of synthetic models, ``[serving.NAME]`` of a gateway that served it. A model's status is computed
+from them and never written down.
+
 The file is ``$LINKCPP_MODELS`` where that is set, else the one beside this module: in a checkout a link to the
 repository's, in an installed package a copy of it.
 """
@@ -9,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,59 +22,28 @@ from typing import Final
 import tomlkit
 from tomlkit.items import Table
 
-from orchestrator.config import load_toml, models_dir, setting
+from orchestrator.config import load_toml, setting
 from orchestrator.errors import ConfigError, InputError, ModelFileError
+from orchestrator.models.catalog_rows import HubSource, ModelRow, UpcycleSource, read_row
+from orchestrator.models.locations import HubLocation, Location, parse_location
 
-_HASH: Final = re.compile(r"[0-9a-f]{64}")
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SECTIONS: Final = ("gate", "architecture", "like", "serving")
+"""Tables of results, by name."""
 
+STATUSES: Final = ("listed", "architecture passes", "onboarded", "serving")
+"""What can be said about a model, each including the ones before."""
 
-@dataclass(frozen=True, slots=True)
-class PackageSource:
-    """A GGUF that a wheel on the Python package index carries; ``size`` and ``sha256`` are the wheel's."""
-
-    package: str
-    version: str
-    sha256: str
-    size: int
-    member: str
+_NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class UpcycleSource:
-    """A MoE model made from another row's dense one."""
+class Standing:
+    """How far a model has come: the status, and when and with which engine it was earned."""
 
-    base: str
-    shards: int
-    copies: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """One model of the catalogue; ``file`` is its name in the data folder, ``size`` its bytes."""
-
-    name: str
-    title: str
-    license: str
-    file: str
-    size: int
-    sha256: str
-    source: PackageSource | UpcycleSource
-    gate: Mapping[str, object]
-
-    @property
-    def path(self) -> Path:
-        """Where the file is, or will be once it was got."""
-        return models_dir() / self.file
-
-    @property
-    def is_present(self) -> bool:
-        """Tell whether the file is there with the right size; its hash was checked when it was got."""
-        try:
-            return self.path.stat().st_size == self.size
-        except OSError:
-            return False
+    status: str
+    since: str = ""
+    engine: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +52,25 @@ class Catalog:
 
     path: Path
     rows: Mapping[str, ModelRow]
+    results: Mapping[str, Mapping[str, Mapping[str, object]]]  # section -> name -> result
 
     @classmethod
     def load(cls, path: Path | None = None) -> Catalog:
         """Read the catalogue; raise :class:`ConfigError` naming the row and key that is wrong."""
         path = catalog_path() if path is None else path
         document = load_toml(path)
-        models, gate = document.get("models", {}), document.get("gate", {})
-        if not isinstance(models, Mapping) or not isinstance(gate, Mapping):
-            raise ConfigError(f"{path}: [models] or [gate] is no table")
-        rows = {str(name): _row(path, str(name), table, gate.get(name)) for name, table in models.items()}
+        models = document.get("models", {})
+        if not isinstance(models, Mapping):
+            raise ConfigError(f"{path}: [models] is no table")
+        results = {section: _results(path, section, document.get(section, {})) for section in SECTIONS}
+        rows = {
+            str(name): read_row(path, str(name), table, results["gate"].get(str(name), _NOTHING))
+            for name, table in models.items()
+        }
         for row in rows.values():
             if isinstance(row.source, UpcycleSource) and row.source.base not in rows:
                 raise ConfigError(f"{path}: {row.name} is made from {row.source.base!r}, which has no row")
-        return cls(path, MappingProxyType(rows))
+        return cls(path, MappingProxyType(rows), MappingProxyType(results))
 
     def row(self, name: str) -> ModelRow:
         """Return a row; raise :class:`InputError` with the nearest names otherwise."""
@@ -104,22 +81,50 @@ class Catalog:
             raise InputError(f"no model {name!r} in {self.path}", hint=hint)
         return self.rows[name]
 
-    def record(self, name: str, result: Mapping[str, object]) -> Path:
-        """Write a gate result as ``[gate.NAME]``, keeping comments and order; return the file.
+    def standing(self, name: str) -> Standing:
+        """Compute a model's status from the recorded results."""
+        row = self.row(name)
+        architecture = row.shape.architecture if row.shape is not None else ""
+        synthetic, gate = self._result("architecture", architecture), self._result("gate", name)
+        serving = self._result("serving", name)
+        standing = Standing(STATUSES[0])
+        if synthetic.get("passed") is True:
+            like = self._result("like", name).get("passed") is True
+            note = f"synthetic {architecture}" + (", and one of its true shape" if like else "")
+            standing = _standing(STATUSES[1], synthetic, note)
+        if synthetic.get("passed") is False:
+            standing = _standing(STATUSES[0], synthetic, f"a synthetic {architecture} failed the gate")
+        if gate.get("passed") is True:
+            standing = _standing(STATUSES[2], gate, "its real weights passed the gate")
+            if serving:
+                standing = _standing(STATUSES[3], serving, "a gateway served it")
+        elif gate:
+            standing = _standing(standing.status, gate, "its real weights failed the gate")
+        return standing
 
-        ``result`` holds strings, numbers, truth values, lists and mappings of them; ``None`` is left out. Results
-        stand behind all rows: a table put between them would part the next row from the comment above it.
+    def _result(self, section: str, name: str) -> Mapping[str, object]:
+        return self.results[section].get(name, _NOTHING)
+
+    def record(self, name: str, result: Mapping[str, object], *, section: str = "gate") -> Path:
+        """Write a result as ``[SECTION.NAME]``, keeping comments and order; return the file.
+
+        ``result`` holds strings, numbers, truth values, lists and mappings of them; ``None`` is left out. What
+        :meth:`standing` reads of it are ``passed``, ``created`` (a date) and ``engine``. Results stand behind all
+        rows: a table put between them would part the next row from the comment above it.
         """
-        self.row(name)
+        if section not in SECTIONS:
+            raise InputError(f"there are no results of the kind {section!r}")
+        if section != "architecture":
+            self.row(name)
         path = self.path.resolve()  # a checkout's copy is a link: replace the file and not the link
         try:
             document = tomlkit.parse(path.read_text(encoding="utf-8"))
-            if "gate" not in document:
-                document.append("gate", tomlkit.table(is_super_table=True))
-            gate = document["gate"]
-            if not isinstance(gate, Table):
-                raise ConfigError(f"{path}: [gate] is no table")
-            gate[name] = _toml(result)
+            if section not in document:
+                document.append(section, tomlkit.table(is_super_table=True))
+            table = document[section]
+            if not isinstance(table, Table):
+                raise ConfigError(f"{path}: [{section}] is no table")
+            table[name] = _toml(result)
             partial = path.with_name(f".{path.name}.{os.getpid()}")
             try:
                 partial.write_text(tomlkit.dumps(document), encoding="utf-8")
@@ -138,9 +143,24 @@ def catalog_path() -> Path:
     return Path(asked) if asked else Path(__file__).with_name("models.toml")
 
 
-def record(name: str, result: Mapping[str, object]) -> Path:
-    """Record a gate result of a model in the default catalogue; see :meth:`Catalog.record`."""
-    return Catalog.load().record(name, result)
+def record(name: str, result: Mapping[str, object], *, section: str = "gate") -> Path:
+    """Record a result in the default catalogue; see :meth:`Catalog.record`."""
+    return Catalog.load().record(name, result, section=section)
+
+
+def locate(text: str) -> Location:
+    """Turn what a user wrote into where the model lies: a path, an address, or a name of the catalogue.
+
+    A known model that is not on this machine and has a source on Hugging Face is there. Raise like
+    :func:`resolve_model` for anything that leads nowhere.
+    """
+    location = parse_location(text)
+    if not isinstance(location, Path) or location.exists() or os.sep in text or text.endswith(".gguf"):
+        return location
+    row = Catalog.load().row(text)
+    if not row.is_present and isinstance(row.source, HubSource):
+        return HubLocation(row.source.repository, row.source.file, row.source.revision)
+    return resolve_model(text)
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
@@ -160,74 +180,21 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise ModelFileError(f"no such file: {path}")
     row = Catalog.load().row(text)
     if not row.is_present:
-        raise ModelFileError(f"{row.name} is not on this machine yet", hint=f"run `linkcpp model get {row.name}`")
+        hint = f"run `linkcpp model {'fetch' if isinstance(row.source, HubSource) else 'get'} {row.name}`"
+        if row.source is None:
+            hint = f"no source is known: put a GGUF there as {row.path}, or name the file by its path"
+        raise ModelFileError(f"{row.name} is not on this machine yet", hint=hint)
     return row.path
 
 
-def _row(path: Path, name: str, table: object, gate: object) -> ModelRow:
-    reader = _Reader(f"{path}: models.{name}", table)
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{path}: {name!r} cannot be a model's name")
-    file = reader.text("file")
-    if not _NAME.fullmatch(file):
-        raise ConfigError(f"{reader.place}.file: {file!r} is not a plain file name")
-    source = _Reader(f"{reader.place}.source", reader.table.get("source"))
-    kind = source.text("kind")
-    parsed: PackageSource | UpcycleSource
-    if kind == "pypi":
-        parsed = PackageSource(
-            source.text("package"),
-            source.text("version"),
-            source.hash(),
-            source.number("size"),
-            source.text("member"),
-        )
-    elif kind == "upcycle":
-        parsed = UpcycleSource(
-            source.text("base"), source.number("shards"), source.number("copies"), source.number("seed")
-        )
-    else:
-        raise ConfigError(f"{source.place}.kind: {kind!r} is none of pypi, upcycle")
-    return ModelRow(
-        name,
-        reader.text("title"),
-        reader.text("license"),
-        file,
-        reader.number("size"),
-        reader.hash(),
-        parsed,
-        gate if isinstance(gate, Mapping) else {},
-    )
+def _results(path: Path, section: str, value: object) -> Mapping[str, Mapping[str, object]]:
+    if not isinstance(value, Mapping) or not all(isinstance(entry, Mapping) for entry in value.values()):
+        raise ConfigError(f"{path}: [{section}] is no table of tables")
+    return MappingProxyType({str(name): entry for name, entry in value.items()})
 
 
-class _Reader:
-    """A table whose values must have the right type; errors name the place."""
-
-    __slots__ = ("place", "table")
-
-    def __init__(self, place: str, table: object) -> None:
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"{place} is no table")
-        self.place = place
-        self.table = table
-
-    def text(self, key: str) -> str:
-        value = self.table.get(key)
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{self.place}.{key} must be a text")
-        return value
-
-    def number(self, key: str) -> int:
-        value = self.table.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(f"{self.place}.{key} must be a whole number")
-        return value
-
-    def hash(self) -> str:
-        value = self.text("sha256")
-        if not _HASH.fullmatch(value):
-            raise ConfigError(f"{self.place}.sha256 must be 64 hex digits")
-        return value
+def _standing(status: str, result: Mapping[str, object], note: str) -> Standing:
+    return Standing(status, str(result.get("created", "")), str(result.get("engine", "")), note)
 
 
 def _toml(value: object) -> object:

