@@ -335,19 +335,21 @@ class ContextHandle(Handle):
         api, _ = load()
         api.llama_memory_clear(self._memory, True)
 
-    def save(self, sequence: int) -> bytes:
-        """Return a sequence's state (of this context's layers)."""
+    def save(self, sequence: int, *, recurrent_only: bool = False) -> bytes:
+        """Return a sequence's state (of this context's layers), or only what of it cannot be cut."""
         api, _ = load()
-        size = api.llama_state_seq_get_size(self.address, sequence)
+        flags = api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if recurrent_only else 0
+        size = api.llama_state_seq_get_size_ext(self.address, sequence, flags)
         buffer = (ctypes.c_uint8 * size)()
-        written = api.llama_state_seq_get_data(self.address, buffer, size, sequence)
+        written = api.llama_state_seq_get_data_ext(self.address, buffer, size, sequence, flags)
         if written == 0 and size > 0:
             raise NativeError("the engine cannot save this sequence")
         return bytes(memoryview(buffer)[:written])
 
-    def restore(self, sequence: int, state: bytes) -> None:
+    def restore(self, sequence: int, state: bytes, *, recurrent_only: bool = False) -> None:
         """Put a saved state into a sequence; raise :class:`NativeError` if it does not fit."""
         api, _ = load()
+        flags = api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if recurrent_only else 0
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        if api.llama_state_seq_set_data(self.address, buffer, len(state), sequence) == 0:
+        if api.llama_state_seq_set_data_ext(self.address, buffer, len(state), sequence, flags) == 0:
             raise NativeError("the saved state does not fit this context")

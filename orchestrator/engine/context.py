@@ -2,10 +2,11 @@
 
 A step either happens or leaves no trace: when the exchange fails in the middle of a graph, every sequence is as it
 was before the call. Attention caches drop the new positions; recurrent state cannot be cut, so models that have
-any keep a copy-on-write backup of each sequence (``llama_memory_seq_cp``).
+any keep a copy of it while an exchange computes.
 
 Each sequence has a buffer of its own, filled in order of its positions: attention adds up in that order, so a
-sequence's bytes cannot depend on what else lived in the cache. Models with recurrent state share one buffer.
+sequence's bytes cannot depend on what else lived in the cache. In a shared buffer a sequence would go on in cells
+that an earlier one left free in front of it, out of order.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class Context:
         needs_hook = exchange is not None or not model.is_whole
         self._hook = GraphHook(exchange, contract) if needs_hook else None
         self._keeps_backup = model.is_hybrid and exchange is not None
-        slots = 2 * n_sequences if self._keeps_backup else n_sequences
+        self._backups: dict[int, bytes] = {}
         # a recurrent memory needs micro-batches that are a multiple of its sequences
-        n_ubatch = max(n_ubatch // slots * slots, slots)
+        n_ubatch = max(n_ubatch // n_sequences * n_sequences, n_sequences)
         self.n_batch = n_batch or max(n_ubatch, _BATCH_TOKENS // n_ubatch * n_ubatch)
         self.n_ubatch = min(n_ubatch, self.n_batch)
         options = ContextOptions(
@@ -85,8 +86,8 @@ class Context:
             n_batch=self.n_batch,
             n_ubatch=self.n_ubatch,
             n_threads=n_threads,
-            n_sequences=slots,
-            unified=model.is_hybrid and slots > 1,
+            n_sequences=n_sequences,
+            unified=False,
             flash_attention=True if batch_invariant else None,
             embeddings=model.embeds,
         )
@@ -122,9 +123,9 @@ class Context:
         self._check(batch)
         starts = batch.starts()
         if self._keeps_backup:
-            for sequence in starts:
-                self._context.remove(self._backup(sequence), -1, -1)
-                self._context.copy(sequence, self._backup(sequence))
+            self._backups = {
+                sequence: self._context.save(sequence, recurrent_only=True) for sequence in starts if starts[sequence]
+            }
         try:
             outcomes = [self._run(part, boundary) for part in batch.split(self.n_batch)]
         except BaseException:
@@ -232,12 +233,10 @@ class Context:
             self._context.remove(destination, *cut)
         return True
 
-    def _backup(self, sequence: int) -> int:
-        return self.n_sequences + sequence
-
     def _take_back(self, sequence: int, start: int) -> None:
-        if self._keeps_backup:
+        if start == 0:
             self._context.remove(sequence, -1, -1)
-            self._context.copy(self._backup(sequence), sequence)
-        else:
-            self._context.remove(sequence, start if start else -1, -1)
+            return
+        if self._keeps_backup:  # first, because a memory with recurrent state behind the cut refuses to be cut
+            self._context.restore(sequence, self._backups[sequence], recurrent_only=True)
+        self._context.remove(sequence, start, -1)
