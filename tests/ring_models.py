@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def pipeline(path: Path, cuts: Sequence[int], sizes: StageSizes) -> Iterator[Pip
     with contextlib.ExitStack() as stack:
         contexts = [
             stack.enter_context(StageContext.open(path, LayerRange(first, last), sizes))
-            for first, last in zip(cuts, cuts[1:], strict=False)
+            for first, last in itertools.pairwise(cuts)
         ]
         yield Pipeline([Hop(context, clock=time.perf_counter_ns) for context in contexts], contexts[0].facts)
 

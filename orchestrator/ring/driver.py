@@ -125,7 +125,7 @@ class Driver:
         """Give up a step: each stage that has not begun it drops it, and what it left behind is removed.
 
         Its completion still comes, with an error and the positions to go on from; so do those of the steps in
-        flight that rely on it. False if its completion was given already.
+        flight that rely on it. False if its completion was given or it came to nothing already.
         """
         instructions = self._state.cancel(number)
         if instructions is None:

@@ -121,17 +121,22 @@ def _within(spans: _Spans, first: int, last: int) -> _Spans:
 
 
 def _without(spans: _Spans, first: int, last: int) -> _Spans:
-    return _within(spans, 0, max(first, 0)) + (() if last < 0 else _within(spans, max(first, last), -1))
+    return _joined(_within(spans, 0, max(first, 0)) + (() if last < 0 else _within(spans, max(first, last), -1)))
 
 
 def _shifted(spans: _Spans, first: int, last: int, delta: int, sequence: int) -> _Spans:
     moved = tuple((a + delta, b + delta) for a, b in _within(spans, first, last))
     if moved and moved[0][0] < 0:
         raise InputError(f"sequence {sequence}: positions cannot be moved below 0")
+    kept = _without(spans, first, last)
+    if any(_within(kept, a, b) for a, b in moved):
+        raise InputError(f"sequence {sequence}: positions cannot be moved onto others")
+    return _joined(kept + moved)
+
+
+def _joined(spans: _Spans) -> _Spans:
     joined: list[tuple[int, int]] = []
-    for a, b in sorted(_without(spans, first, last) + moved):
-        if joined and a < joined[-1][1]:
-            raise InputError(f"sequence {sequence}: positions cannot be moved onto others")
+    for a, b in sorted(spans):
         if joined and a == joined[-1][1]:
             joined[-1] = (joined[-1][0], b)
         else:

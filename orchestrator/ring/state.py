@@ -143,9 +143,10 @@ class RingState:
         return tuple(self._operation(part) for part in parts)
 
     def cancel(self, number: int) -> Instructions | None:
-        """Give up a step; None where its completion was given already, or it is none."""
+        """Give up a step; None where its completion was given or it came to nothing already, or it is none."""
         for index, entry in enumerate(self._entries):
-            if entry.number == number and entry.batch is not None:
+            came_to_nothing = entry.completion is not None and entry.completion.error is not None
+            if entry.number == number and entry.batch is not None and not came_to_nothing:
                 return self._fail(index, StepDroppedError(f"step {number} was cancelled"))
         return None
 
@@ -268,8 +269,6 @@ class RingState:
     def _fail(self, index: int, error: LinkcppError) -> Instructions:
         """Let the entry at ``index`` come to nothing, and with it all that relies on it."""
         entry = self._entries[index]
-        if not entry.flying and (entry.completion is None or entry.completion.error is not None):
-            return NOTHING  # it has already
         spoiled: dict[int, int] = {}
         keys: set[int] = set()
         if entry.batch is not None:
