@@ -46,13 +46,15 @@ def allocated(path: Path, n_ctx: int, n_sequences: int) -> dict[str, float]:
 )
 def test_caches_are_as_large_as_the_engine_makes_them(synthetic: Callable[[str], Path], architecture: str) -> None:
     path = synthetic(architecture)
-    file = GgufFile.open(path)
-    for n_ctx, n_sequences in ((16000, 1), (256, 64)):
-        caches = layer_caches(file, n_sequences)
-        cells = n_sequences * context_cells(n_ctx)
-        found = allocated(path, n_ctx, n_sequences)
-        # The log rounds each buffer to a hundredth of a MiB.
-        assert cells * sum(cache.per_token for cache in caches) == pytest.approx(found["KV"], rel=0.01, abs=20_000)
-        if not RECIPES[architecture].source.startswith("deepseek4"):
-            states = n_sequences * sum(cache.per_sequence for cache in caches)
-            assert states == pytest.approx(found["RS"], rel=0.005, abs=10_000)
+    caches = layer_caches(GgufFile.open(path))
+    per_token = sum(cache.per_token for cache in caches)
+    per_sequence = sum(cache.per_sequence for cache in caches)
+    found = allocated(path, 16_000, 1)
+    # The log rounds each buffer to a hundredth of a MiB.
+    assert context_cells(16_000) * per_token == pytest.approx(found["KV"], rel=0.01, abs=20_000)
+    found = allocated(path, 256, 64)
+    if architecture == "deepseek4":  # what is constant there is part of the same buffers, and rounded up
+        assert found["KV"] <= 64 * (256 * per_token + per_sequence)
+        return
+    assert 64 * 256 * per_token == pytest.approx(found["KV"], rel=0.005, abs=20_000)
+    assert 64 * per_sequence == pytest.approx(found["RS"], rel=0.005, abs=10_000)

@@ -31,8 +31,8 @@ class LayerCache:
     per_sequence: int
 
 
-def layer_caches(model: GgufFile, n_sequences: int = 1) -> tuple[LayerCache, ...]:
-    """Return the caches of all layers in a context for so many sequences, from above where a kind is not known."""
+def layer_caches(model: GgufFile) -> tuple[LayerCache, ...]:
+    """Return the caches of all layers; for an attention that is not recognised a bound from above."""
     shapes: list[dict[str, Shape4]] = [{} for _ in range(model.n_layer)]
     for name, entry in model.manifest.items():
         prefix, _, rest = name.partition(".")
@@ -43,7 +43,7 @@ def layer_caches(model: GgufFile, n_sequences: int = 1) -> tuple[LayerCache, ...
     caches = []
     for layer, own in enumerate(shapes):
         if "attn_kv.weight" in own and "hc_attn_fn.weight" in own:
-            caches.append(_compressed(model, layer, own, n_sequences))
+            caches.append(_compressed(model, layer, own))
         else:
             caches.append(
                 LayerCache(_attention(model, layer, own) if layer < with_keys else 0, _recurrent(model, layer, own))
@@ -108,7 +108,7 @@ def _value_length(model: GgufFile) -> int:
     return model.number("attention.value_length", model.number("embedding_length", 0) // heads)
 
 
-def _compressed(model: GgufFile, layer: int, shapes: Mapping[str, Shape4], n_sequences: int) -> LayerCache:
+def _compressed(model: GgufFile, layer: int, shapes: Mapping[str, Shape4]) -> LayerCache:
     """Return the caches of an attention over raw rows and rows that stand for several tokens (deepseek4)."""
     row = shapes["attn_kv.weight"][1]
     if "attention.compress_ratios" not in _keys(model):
@@ -122,8 +122,7 @@ def _compressed(model: GgufFile, layer: int, shapes: Mapping[str, Shape4], n_seq
         # the compressor's window: twice as wide and as long where compressed rows overlap, which they do if indexed
         overlap = 4 if indexed else 1
         per_sequence = _HALF * CELL_STEP * (row + key) + 2 * _SINGLE * overlap * ratio * (row + key)
-    # The engine gives each sequence room for all of them where they share a buffer.
-    return LayerCache(int(_HALF * per_token * n_sequences), per_sequence)
+    return LayerCache(int(_HALF * per_token), per_sequence)
 
 
 def _keys(model: GgufFile) -> frozenset[str]:
