@@ -43,7 +43,11 @@ def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
         yield f"    {' '.join([context.command_path, *command.collect_usage_pieces(context)])}\n"
         if command.help:
             yield inspect.cleandoc(command.help) + "\n"
-    options = [_option(parameter) for parameter in command.params if isinstance(parameter, click.Option)]
+    options = [
+        _option(parameter)
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and not parameter.hidden
+    ]
     if options:
         if is_root:
             yield "## Options of all commands\n"
