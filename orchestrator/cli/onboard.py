@@ -25,6 +25,7 @@ from orchestrator.workers.inject import Injection
     "--all-architectures", "series", flag_value="architectures", help="Try a small model of each architecture."
 )
 @click.option("--all-shapes", "series", flag_value="shapes", help="Try the shapes of known large models.")
+@click.option("--all-quants", "series", flag_value="quants", help="Try each quantisation type of experts.")
 @click.option("--fresh", is_flag=True, help="With --all-...: try again what passed before.")
 @click.option(
     "--table", type=click.Path(path_type=Path), metavar="FILE", help="With --all-...: write the findings as a page."
@@ -77,6 +78,8 @@ def command(
         if contracts or threads or to_catalogue or inject:
             raise click.UsageError(f"--all-{series} takes no --contract, --threads, --record or --inject")
         defaults = SeriesOptions()
+        if series == "quants" and (workers or steps is not None or fresh):
+            raise click.UsageError("--all-quants takes no --workers, --steps or --fresh")
         counts = parse_ranges(workers, what="--workers") if workers else defaults.worker_counts
         chosen = SeriesOptions(counts, defaults.steps if steps is None else steps, fresh)
         ctx.exit(run_series(terminal, series, models, chosen, table, as_json=as_json))

@@ -9,6 +9,7 @@ from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.upstream import source_inventory
 from orchestrator.errors import ConfigError
 from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS
+from orchestrator.onboarding import quants
 from orchestrator.onboarding.architecture_results import ArchitectureResult
 from orchestrator.onboarding.architecture_table import COLUMNS, Provenance, count_line, document, rows
 from orchestrator.onboarding.architectures import (
@@ -35,6 +36,8 @@ def run_series(
     """Run one series and return the exit status."""
     if series == "architectures":
         return _all_architectures(terminal, names, options, table, as_json=as_json)
+    if series == "quants":
+        return _all_quants(terminal, names, table, as_json=as_json)
     return _all_shapes(terminal, names, options, table, as_json=as_json)
 
 
@@ -83,6 +86,32 @@ def _all_shapes(
     if table is not None:
         _write_page(table, denominator(source_inventory()))
     return int(any(result.failed for result in results))
+
+
+def _all_quants(terminal: Terminal, names: tuple[str, ...], table: Path | None, *, as_json: bool) -> int:
+    with terminal.progress("quantisation types") as progress:
+        results = quants.run_quants(names, progress=progress)
+    identity = engine_identity()
+    failed = [result for result in results if not result.passed]
+    if as_json:
+        terminal.json(
+            {
+                "quants": [result.to_json() for result in results],
+                "passed": len(results) - len(failed),
+                "failed": [result.type_name for result in failed],
+                "engine": {"build": identity.build, "isa": identity.isa},
+            }
+        )
+    else:
+        terminal.table("quantisation types", quants.COLUMNS, quants.rows(results))
+        for result in failed:
+            terminal.print(f"failed: {result.type_name}: {result.reason}", style="red")
+        style = "bold red" if failed else "bold green"
+        terminal.print(f"{len(results) - len(failed)} of {len(results)} are byte-identical", style=style)
+    if table is not None:
+        text = quants.section(results, engine=identity.build, isa=identity.isa, date=utc_now().isoformat())
+        quants.write_section(table, text)
+    return int(bool(failed))
 
 
 def _summary(results: list[ArchitectureResult]) -> dict[str, object]:

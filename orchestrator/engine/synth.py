@@ -78,12 +78,13 @@ def synth(
     like: str | None = None,
     fused: bool = True,
     scales: bool | None = None,
+    sizes: Mapping[str, int] | None = None,
     **overrides: int,
 ) -> None:
     """Write a random-weight model of an architecture, the same bytes for the same arguments.
 
     ``like`` takes the shape of a known model (:data:`orchestrator.models.faithful.FAITHFUL`); the architecture
-    must be that model's. ``overrides`` replace fields of
+    must be that model's. ``sizes`` and ``overrides`` replace fields of
     :class:`orchestrator.models.hyperparameters.Dimensions`. ``fused`` keeps gate and up matrices in one tensor
     where the architecture can; ``scales`` keeps the optional scale tensors (by default in small models, which
     are for testing, and not with ``like``, whose originals have none). Raises
@@ -94,7 +95,9 @@ def synth(
     recipe = _recipe(architecture)
     start = recipe.dimensions if model is None else model.dimensions
     keep_scales = model is None if scales is None else scales
-    order = _Order(architecture, recipe, _sized(start, overrides), model, seed, fused, keep_scales)
+    order = _Order(
+        architecture, recipe, _sized(start, {**(sizes or {}), **overrides}), model, seed, fused, keep_scales
+    )
     metadata = _metadata(order)
     tensors = [_plan(shape, order) for shape in _wanted(_ask_engine(metadata, _typed(order)), order)]
     destination.parent.mkdir(parents=True, exist_ok=True)
