@@ -96,13 +96,15 @@ class GgufFile:
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str) or not value:
             raise ModelFileError(f"{self.path} names no architecture (general.architecture): it is no model")
+        if not value.isprintable():
+            raise ModelFileError(f"{self.path}: the architecture {value[:40]!r} is not printable")
         return value
 
     @property
     def name(self) -> str:
         """The model's own name, or the file's."""
         value = self.metadata.get("general.name")
-        return value if isinstance(value, str) and value else self.path.stem
+        return value if isinstance(value, str) and value.isprintable() and value else self.path.stem
 
     @property
     def n_layer(self) -> int:

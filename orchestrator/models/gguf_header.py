@@ -334,8 +334,8 @@ def _read_entry(cursor: _Cursor) -> Entry:
         key = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise cursor.fail(f"the key {raw[:40]!r} is no UTF-8") from error
-    if not key:
-        raise cursor.fail("a key is empty")
+    if not key.isprintable() or not key:
+        raise cursor.fail(f"the key {key[:40]!r} is empty or not printable")
     kind = cursor.u32()
     if kind == ARRAY:
         element, count = cursor.u32(), cursor.u64()
@@ -379,6 +379,8 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, GgmlType, tuple[int, ...], int, 
     if not 0 < len(raw) <= MAX_NAME:
         raise cursor.fail(f"a tensor's name has {len(raw)} bytes (1 to {MAX_NAME} are allowed)")
     name = raw.decode("utf-8", errors="backslashreplace")
+    if not name.isprintable():  # it would end up in messages, on terminals
+        raise cursor.fail(f"the tensor name {name!r} is not printable")
     n_dimensions = cursor.u32()
     if n_dimensions > 4:
         raise cursor.fail(f"tensor {name} has {n_dimensions} dimensions (at most 4)")

@@ -94,7 +94,7 @@ def parse_manifest(names: object, types: object, shapes: object) -> list[TensorS
     numbers = [item for item in shapes if isinstance(item, int) and 0 <= item < 1 << 48]
     if not len({*map(str, names)}) == len(names) == len(types) == len(kinds):
         return None
-    if not 4 * len(names) == len(shapes) == len(numbers):
+    if not 4 * len(names) == len(shapes) == len(numbers) or not all(str(name).isprintable() for name in names):
         return None
     return [
         TensorShape(str(name), kind, four(numbers[4 * index : 4 * index + 4]))
