@@ -61,7 +61,7 @@ def bodies_for(type_name: str) -> tuple[Body, ...]:
     """Return the bodies whose rows are whole blocks of a type; a mixed file is made of deep ones."""
     if type_name == MIX:
         return tuple(
-            Body(body.name, body.architecture, body.title, body.sizes | {"n_layer": LAYERS_OF_MIX})
+            Body(body.name, body.architecture, body.title, {**body.sizes, "n_layer": LAYERS_OF_MIX})
             for body in BODIES
             if body.name != "odd"
         )
