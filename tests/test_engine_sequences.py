@@ -1,4 +1,4 @@
-"""Sequences side by side in one context: each gives the bytes that it gives alone, whatever came and went beside it."""
+"""Sequences side by side in one context: each gives the bytes that it gives alone, whoever comes and goes."""
 
 from __future__ import annotations
 
