@@ -109,6 +109,11 @@ class StageContext:
         return self.context.can_shift
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether logits do not depend on how tokens are grouped."""
+        return self.sizes.batch_invariant
+
+    @property
     def facts(self) -> RingFacts:
         """What the other stages of the ring must have too."""
         return RingFacts(

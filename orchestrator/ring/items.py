@@ -44,6 +44,16 @@ def step_item(number: int, batch: TokenBatch) -> Step:
     return Step(number, 0, batch.tokens, batch.positions, batch.sequences, batch.outputs, (), b"")
 
 
+def detached(item: Item) -> Item:
+    """Copy what of an item is a view of a connection's buffer, so that it outlives the next read."""
+    if isinstance(item, Outcome):
+        return Outcome(item.sequence, item.layer, item.spent, item.logits.copy())
+    if isinstance(item, Step):
+        arrays = (item.tokens.copy(), item.positions.copy(), item.sequences.copy(), item.outputs.copy())
+        return Step(item.sequence, item.layer, *arrays, item.spent, bytes(item.boundary))
+    return item
+
+
 def batch_of(step: Step) -> TokenBatch:
     """Return the batch that a step carries; raise :class:`InputError` where it has no tokens."""
     return TokenBatch(step.tokens, step.positions, step.sequences, step.outputs)

@@ -1,0 +1,542 @@
+"""A ring over connections: the gateway's end, with the ranges that the gateway holds itself in their places.
+
+One thread does everything: it computes the gateway's own ranges, writes to the first remote stage of each run of
+them and reads what the last one sends back. While it waits for room in a socket it goes on reading, because the
+stage that it writes to may be waiting for room in the one behind. No stage is asked anything on the way of a step.
+
+A stage is lost when its connection ends, when another cannot reach it, or when nothing has come round for the
+timeout and a probe finds it to be the one that does not go on. Its caches are lost with it, so the ring is broken
+as a whole: :meth:`Ring.replace` puts another process in its place and begins with empty sequences, which the client
+fills again (``replay.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+from orchestrator.errors import (
+    FleetError,
+    InputError,
+    LinkcppError,
+    ProtocolError,
+    StageError,
+    StageFailedError,
+    StageLostError,
+    StageRefusedError,
+    StageTimeoutError,
+)
+from orchestrator.ring.driver import Driver
+from orchestrator.ring.hop import Hop
+from orchestrator.ring.items import Item, detached
+from orchestrator.ring.layout import LayerRange, tile
+from orchestrator.ring.link import StageLink
+from orchestrator.ring.profile import LocalStage, StageProfile, agree, profile_of
+from orchestrator.ring.state import RingFacts, RingState
+from orchestrator.transport.base import Connector, HostPort, parse_address
+from orchestrator.transport.tcp import TcpConnector
+from orchestrator.types import EngineIdentity
+from orchestrator.wire.messages import SUPPORTED, Goodbye, Hello, Message, Ping, Pong
+from orchestrator.wire.ring_messages import (
+    Attach,
+    Cancel,
+    Fault,
+    FaultKind,
+    Operate,
+    Outcome,
+    Probe,
+    Probed,
+    Purpose,
+    Route,
+    Step,
+)
+
+_BRIEF: Final = 0.003
+"""Seconds of looking for bytes without sleep, where the last wait was as short (see transport/sockets.py)."""
+
+_PROBE_SECONDS: Final = 5.0
+"""Longest wait for the answers to a probe; less where the timeout is less."""
+
+_REQUEST_SECONDS: Final = 30.0
+"""Longest wait for a stage to open the ring, and to reach the one behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """One range of layers of a ring, for people and for the planner."""
+
+    layers: LayerRange
+    name: str
+    address: str  # empty: in the gateway
+    pid: int
+    connected: bool
+    steps: int
+    microseconds: int  # of computation, over all steps
+
+
+class _Place:
+    """One stage worker process."""
+
+    def __init__(self, address: str, connector: Connector) -> None:
+        self.address = address
+        self.control = StageLink(connector, address)
+        self.profile: StageProfile | None = None
+        self.probed: Probed | None = None
+
+
+class _Hop:
+    """One range of layers in the order of the ring: computed here, or at a place."""
+
+    def __init__(self, layers: LayerRange, place: _Place | None, local: Hop | None) -> None:
+        self.layers = layers
+        self.place = place
+        self.local = local
+        self.feed: StageLink | None = None  # where the gateway is what comes before
+        self.steps = 0
+        self.microseconds = 0
+
+    @property
+    def name(self) -> str:
+        where = "here" if self.place is None else self.place.control.name
+        return f"{self.layers} ({where})"
+
+
+class Ring(Driver):
+    """A ring over stage workers at ``addresses`` ("host:port") and over ``local`` ranges of this process.
+
+    ``identity`` is this process's engine and ``model_sha256`` the model's identity where it is known; stages that
+    have others are refused. ``timeout`` is in seconds: how long nothing may come round while something is in flight.
+    A context manager, used by one thread.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        local: Sequence[LocalStage] = (),
+        identity: EngineIdentity,
+        model_sha256: str | None = None,
+        timeout: float = 60.0,
+        connect_timeout: float = 10.0,
+        client: str = "gateway",
+        connector: Callable[[str], Connector] = TcpConnector,
+        saved_limit: int = 1 << 30,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not addresses and not local:
+            raise InputError("a ring needs at least one stage")
+        self._addresses = list(addresses)
+        self._local = [Hop(stage, clock=time.perf_counter_ns, saved_limit=saved_limit) for stage in local]
+        self._local_stages = tuple(local)
+        self._identity = identity
+        self._model_sha256 = model_sha256
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        self._client = client
+        self._connector = connector
+        self._now = now
+        self._places: list[_Place] = []
+        self._hops: list[_Hop] = []
+        self._inbox: deque[Item] = deque()
+        self._last_progress = 0.0
+        self._waits_briefly = True
+        self._requests = 0
+        self._was_open = False
+        self.lost_stage: str | None = None  # what broke the ring, for people
+        self._lost_address: str | None = None
+
+    # --- opening and closing ---------------------------------------------------------------------------------
+
+    def open(self) -> RingFacts:
+        """Connect to all stages, check that they fit and tile the model, and tell each where its items go.
+
+        Raises:
+            InputError: layers that nobody holds, or two stages.
+            StageLostError: a stage cannot be reached.
+            StageRefusedError: it serves another ring, differs from the others, or cannot reach the next one.
+        """
+        self._close_links("the ring is opened anew")
+        try:
+            facts = self._open()
+        except BaseException:
+            self._close_links("the ring could not be opened")
+            raise
+        if not self._was_open:
+            self._state, self._was_open = RingState(facts, self._explain), True
+        elif self._state.facts != facts:
+            self._close_links("the ring could not be opened")
+            raise InputError("the stages have other sizes than before", hint="start a new ring")
+        self._state.reset()
+        self._inbox.clear()
+        self.lost_stage = self._lost_address = None
+        self._last_progress = self._now()
+        return facts
+
+    def _open(self) -> RingFacts:
+        places = self._places = [_Place(address, self._connector(address)) for address in self._addresses]
+        hello = Hello(SUPPORTED, self._identity, client=self._client)
+        profiles = [] if not self._local_stages else [self._own_profile()]
+        for place in places:
+            deadline = self._now() + self._connect_timeout
+            welcome = place.control.open(hello, self._connect_timeout, deadline)
+            place.profile = profile_of(welcome, place.address)
+            profiles.append(place.profile)
+        facts = agree(profiles)
+        self._check_identity(profiles)
+        hops = [_Hop(hop.layers, None, hop) for hop in self._local]
+        hops += [_Hop(r, place, None) for place in places for r in (place.profile.ranges if place.profile else ())]
+        order = tile(
+            [(hop.layers, hop.place.control.name if hop.place else "the gateway") for hop in hops], facts.n_layer
+        )
+        self._hops = [hops[index] for index in order]
+        self._index_of = {hop.layers.first: index for index, hop in enumerate(self._hops)}
+        self._index_of[facts.n_layer] = len(self._hops)
+        secret = os.urandom(16).hex()
+        for place in places:
+            self._requests += 1
+            attach = Attach(self._requests, Purpose.CONTROL, 0, secret)
+            place.control.request(attach, self._now() + _REQUEST_SECONDS)
+        for hop, behind in zip(self._hops, [*self._hops[1:], None], strict=True):
+            if hop.place is None:
+                continue
+            target = "" if behind is None or behind.place is None else self._address_for(hop.place, behind.place)
+            self._requests += 1
+            hop.place.control.request(Route(self._requests, hop.layers.first, target), self._now() + _REQUEST_SECONDS)
+        before: _Hop | None = None
+        for hop in self._hops:
+            if hop.place is not None and (before is None or before.place is None):
+                hop.feed = StageLink(self._connector(hop.place.address), hop.place.control.name)
+                hop.feed.open(hello, self._connect_timeout, self._now() + self._connect_timeout)
+                attach = Attach(1, Purpose.FEED, hop.layers.first, secret)
+                hop.feed.request(attach, self._now() + _REQUEST_SECONDS)
+            before = hop
+        for own in self._local:
+            own.clear()
+        return facts
+
+    def _own_profile(self) -> StageProfile:
+        first = self._local_stages[0]
+        return StageProfile(
+            name="the gateway",
+            address="",
+            pid=os.getpid(),
+            n_threads=0,
+            identity=self._identity,
+            model_sha256=self._model_sha256 or "",
+            architecture="",
+            facts=first.facts,
+            n_ubatch=first.n_ubatch,
+            batch_invariant=first.batch_invariant,
+            ranges=tuple(stage.layers for stage in self._local_stages),
+        )
+
+    def _check_identity(self, profiles: Sequence[StageProfile]) -> None:
+        """Hold the stages against what the gateway knows where it holds no layers to compare with."""
+        for profile in profiles:
+            if self._model_sha256 is not None and profile.model_sha256 != self._model_sha256:
+                raise StageRefusedError(
+                    f"holds another model file ({profile.model_sha256[:12] or 'unknown'} instead of"
+                    f" {self._model_sha256[:12]})",
+                    stage=profile.name,
+                )
+            if profile.identity != self._identity:
+                raise StageRefusedError(
+                    f"has another engine: {profile.identity}, the gateway has {self._identity}",
+                    stage=profile.name,
+                    hint="install the same linkcpp on all machines",
+                )
+
+    def _address_for(self, place: _Place, behind: _Place) -> str:
+        """Return where ``place`` reaches ``behind``: as we do, unless that is an address of one machine only."""
+        mine, theirs = _host_port(place.address), _host_port(behind.address)
+        if mine is not None and theirs is not None and theirs.is_loopback and not mine.is_loopback:
+            raise InputError(
+                f"the stage at {place.address} cannot reach {behind.address}, an address of this machine only",
+                hint="let the stage listen on an address of the network, and name that",
+            )
+        return behind.address
+
+    def replace(self, address: str, spare: str) -> RingFacts:
+        """Put the process at ``spare`` in the place of the one at ``address``, and begin with empty sequences.
+
+        The spare must hold the same layers. Completions that were not collected stay to be collected. On an error
+        the ring stays broken, and this may be called again with another spare.
+        """
+        if address not in self._addresses:
+            raise InputError(f"the ring has no stage at {address}")
+        if self._places and self._state.broken is None and self._state.oldest is not None:
+            self._break(StageLostError(f"is replaced by {spare}", stage=address), None)
+        before = list(self._addresses)
+        self._addresses[self._addresses.index(address)] = spare
+        try:
+            return self.open()
+        except LinkcppError as error:
+            self._addresses = before
+            self._state.lost(error)
+            raise
+
+    @property
+    def lost_address(self) -> str | None:
+        """The address of the stage that broke the ring, for :meth:`replace`; None while it is whole."""
+        return self._lost_address
+
+    def check(self) -> LinkcppError | None:
+        """Look, without waiting, whether a stage has gone; return :attr:`broken`. For rings that are idle."""
+        places = [place for place in self._places if place.control.is_open]
+        poller = select.poll()
+        by_descriptor = {place.control.fileno(): place for place in places}
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(0):
+            self._read(by_descriptor[descriptor], self._now() + self._timeout)
+        return self._state.broken
+
+    def close(self) -> None:
+        """Say goodbye to all stages; they forget all sequences."""
+        self._close_links("the gateway closes the ring")
+
+    def _close_links(self, text: str) -> None:
+        for hop in self._hops:
+            if hop.feed is not None:
+                hop.feed.close(text)
+                hop.feed = None
+        for place in self._places:
+            place.control.close(text)
+
+    def __enter__(self) -> Ring:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def statistics(self) -> tuple[StageStatistics, ...]:
+        """Return the ranges in order with their counters; any thread may call this."""
+        found = []
+        for hop in list(self._hops):
+            profile = hop.place.profile if hop.place is not None else None
+            found.append(
+                StageStatistics(
+                    layers=hop.layers,
+                    name="gateway" if hop.place is None else hop.place.control.name,
+                    address="" if hop.place is None else hop.place.address,
+                    pid=os.getpid() if profile is None else profile.pid,
+                    connected=hop.place is None or hop.place.control.is_open,
+                    steps=hop.steps,
+                    microseconds=hop.microseconds,
+                )
+            )
+        return tuple(found)
+
+    # --- moving items ----------------------------------------------------------------------------------------
+
+    def _launch(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self._pass_on(item)
+
+    def _pass_on(self, item: Item) -> None:
+        """Run an item through the gateway's own ranges until it leaves to a stage or has come round."""
+        index = self._index_of[item.layer]
+        while index < len(self._hops):
+            if self._state.broken is not None:
+                return
+            local = self._hops[index].local
+            if local is None:
+                self._feed(self._hops[index], item)
+                return
+            item = local.run(item)
+            index += 1
+        self._last_progress = self._now()
+        try:
+            instructions = self._state.arrived(item)
+        except ProtocolError as error:
+            last = self._hops[-1]
+            self._break(StageLostError(str(error), stage=last.name), last.place)
+            return
+        if isinstance(item, Outcome):
+            for hop, spent in zip(self._hops, item.spent, strict=False):
+                hop.steps += 1
+                hop.microseconds += spent
+        self._follow(instructions)
+
+    def _feed(self, hop: _Hop, item: Item) -> None:
+        """Send an item to a stage; while it takes none, read what others send."""
+        feed = hop.feed
+        if feed is None:
+            raise StageLostError("has no connection from the gateway", stage=hop.name)
+        if self._state.oldest == item.sequence:
+            self._last_progress = self._now()  # the clock of an idle ring starts here
+        try:
+            rest = feed.send_some(item)
+            while rest:
+                self._wait(feed)
+                if self._state.broken is not None:
+                    return
+                rest = feed.push_rest(rest)
+        except StageLostError as error:
+            self._break(StageLostError(str(error).partition(": ")[2], stage=hop.name), hop.place)
+
+    def _give_up(self, numbers: tuple[int, ...]) -> None:
+        for own in self._local:
+            own.cancel(numbers)
+        for place in self._places:
+            try:
+                # A control connection carries so little to the stage that it always has room.
+                place.control.send(Cancel(numbers))
+            except StageLostError as error:
+                self._break(error, place)
+
+    def _progress(self) -> None:
+        if not self._inbox:
+            self._wait(None)
+        # Not more than one: a completion that is ready goes to the client before more is computed here.
+        if self._inbox and self._state.broken is None:
+            self._pass_on(self._inbox.popleft())
+
+    def _wait(self, feed: StageLink | None) -> None:
+        """Wait for bytes from any stage, or for room in ``feed``; break the ring where neither comes in time."""
+        deadline = self._last_progress + self._timeout
+        open_places = [place for place in self._places if place.control.is_open]
+        if feed is None and len(open_places) == 1:
+            if not self._read(open_places[0], deadline):
+                self._blame()
+            return
+        poller = select.poll()
+        by_descriptor = {place.control.fileno(): place for place in open_places}
+        for descriptor in by_descriptor:
+            poller.register(descriptor, select.POLLIN)
+        if feed is not None:
+            poller.register(feed.fileno(), select.POLLOUT)
+        ready = self._poll(poller, deadline)
+        if not ready:
+            self._blame()
+        for descriptor, _ in ready:
+            place = by_descriptor.get(descriptor)
+            if place is not None and self._state.broken is None:
+                self._read(place, deadline)
+
+    def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
+        begin = self._now()
+        if self._waits_briefly:
+            while self._now() - begin < _BRIEF:
+                ready = poller.poll(0)
+                if ready:
+                    return ready
+                os.sched_yield()
+        ready = poller.poll(max(1.0, 1e3 * (deadline - self._now())))
+        self._waits_briefly = self._now() - begin < _BRIEF
+        return ready
+
+    def _read(self, place: _Place, deadline: float) -> bool:
+        """Read from a place once and take the messages that are whole; False where the deadline passed."""
+        try:
+            if not place.control.read(deadline):
+                return False
+            while (message := place.control.next()) is not None:
+                self._take(place, message)
+        except StageLostError as error:
+            self._break(error, place)
+        return True
+
+    def _take(self, place: _Place, message: Message) -> None:
+        if isinstance(message, Step | Outcome | Operate) and message.layer in self._index_of:
+            self._inbox.append(detached(message))
+        elif isinstance(message, Fault):
+            if message.kind is FaultKind.UNREACHABLE:
+                hop = self._hops[min(self._index_of.get(message.first, len(self._hops) - 1), len(self._hops) - 1)]
+                self._break(StageLostError(message.text, stage=hop.name), hop.place)
+            else:
+                self._inbox.append(message)
+        elif isinstance(message, Probed):
+            place.probed = message
+        elif isinstance(message, Ping):
+            place.control.send(Pong(message.sequence, message.nonce))
+        elif isinstance(message, Goodbye):
+            self._break(StageLostError(f"says goodbye: {message.text}", stage=self._stage_name(place)), place)
+        elif not isinstance(message, Pong):
+            self._break(StageLostError(f"sent {message.type.name}", stage=self._stage_name(place)), place)
+
+    # --- what goes wrong -------------------------------------------------------------------------------------
+
+    def _stage_name(self, place: _Place) -> str:
+        ranges = place.profile.ranges if place.profile is not None else ()
+        return f"{', '.join(map(str, ranges))} ({place.control.name})"
+
+    def _break(self, error: StageError, place: _Place | None) -> None:
+        """End everything in flight because a stage is gone; the first to be noticed names the ring's trouble."""
+        if self._state.broken is not None:
+            return
+        if place is not None:
+            name = self._stage_name(place)
+            if error.stage != name:
+                text = str(error).removeprefix(f"stage {error.stage}: ")
+                error = type(error)(text, stage=name, hint=error.hint)
+            self._lost_address = place.address
+            place.control.close("")
+        self.lost_stage = error.stage
+        self._inbox.clear()
+        self._state.lost(error)
+
+    def _blame(self) -> None:
+        """Find out which stage does not go on, after nothing came round for the timeout, and break the ring."""
+        waited = f"nothing came round for {self._timeout:g} s"
+        oldest = self._state.oldest
+        self._requests += 1
+        for place in self._places:
+            place.probed = None
+            with suppress(FleetError):
+                place.control.send_some(Probe(self._requests))
+        deadline = self._now() + min(_PROBE_SECONDS, self._timeout)
+        while any(place.probed is None for place in self._places) and self._state.broken is None:
+            poller = select.poll()
+            waiting = {place.control.fileno(): place for place in self._places if place.control.is_open}
+            for descriptor in waiting:
+                poller.register(descriptor, select.POLLIN)
+            ready = poller.poll(max(0.0, 1e3 * (deadline - self._now())))
+            if not ready:
+                break
+            for descriptor, _ in ready:
+                self._read(waiting[descriptor], deadline)
+            if self._inbox:
+                self._last_progress = self._now()  # it was only slow
+                return
+        if self._state.broken is not None or oldest is None:
+            return
+        for hop in self._hops:
+            if hop.place is None:
+                continue
+            if hop.place.probed is None:
+                text = f"{waited}, and it does not answer"
+            else:
+                taken, passed = next((t, p) for f, t, p in hop.place.probed.ranges if f == hop.layers.first)
+                if passed >= oldest:
+                    continue
+                text = f"{waited}, and it computes on" if taken >= oldest else f"{waited}, and nothing reaches it"
+            self._break(StageTimeoutError(text, stage=hop.name), hop.place)
+            return
+        last = next(hop for hop in reversed(self._hops) if hop.place is not None)
+        self._break(StageTimeoutError(f"{waited}, though it says that it sent", stage=last.name), last.place)
+
+    def _explain(self, item: Fault | Operate) -> LinkcppError:
+        if isinstance(item, Fault):
+            hop = self._hops[min(self._index_of.get(item.first, len(self._hops) - 1), len(self._hops) - 1)]
+            return StageFailedError(item.text, stage=hop.name)
+        where, _, text = item.text.partition(": ")
+        name = next((hop.name for hop in self._hops if str(hop.layers) == where), where)
+        return StageFailedError(text or "did not do it", stage=name)
+
+
+def _host_port(address: str) -> HostPort | None:
+    try:
+        return parse_address(address)
+    except InputError:
+        return None  # no address of the internet: an in-process name
