@@ -299,3 +299,14 @@ def test_a_worker_owns_what_its_slice_holds(source, tmp_path):
     assert choose_ownership(part) == Ownership.product((0, 1), (1, 3))
     assert choose_ownership(part, layers="1") == Ownership({1: (1, 3)})
     assert choose_ownership(part, experts="3") == Ownership.product((0, 1), (3,))
+
+
+def test_what_the_first_machine_needs_is_checked_before_the_engine_is(source, tmp_path):
+    write_slice(source, tmp_path / "worker.gguf", Selection(experts=(1,)))
+    write_slice(source, tmp_path / "backbone.gguf", Selection(without_experts=True))
+    GgufFile.open(source).require_backbone(with_experts=True)
+    GgufFile.open(tmp_path / "backbone.gguf").require_backbone(with_experts=False)
+    with pytest.raises(ModelFileError, match=r"without token_embd\.weight and 4 more tensors that are no experts"):
+        GgufFile.open(tmp_path / "worker.gguf").require_backbone(with_experts=False)
+    with pytest.raises(ModelFileError, match="needs workers"):
+        GgufFile.open(tmp_path / "backbone.gguf").require_backbone(with_experts=True)

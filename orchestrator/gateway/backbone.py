@@ -97,6 +97,7 @@ def open_backbone(
     file = GgufFile.open(path)
     if workers:
         file.require_moe()
+    file.require_backbone(with_experts=not workers)
     # A star never repacks: both sides must hold the weights in the same layout, and batch invariance forbids it too.
     identity = engine_identity(repack=False)
     with ExitStack() as undo:

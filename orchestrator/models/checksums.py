@@ -7,6 +7,8 @@ header is covered by the model's identity (:attr:`.GgufFile.header_sha256`).
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import json
 import re
@@ -27,6 +29,7 @@ SUFFIX: Final = ".manifest.json"
 
 PIECE_BYTES: Final = 1 << 26
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_UNKNOWN: Final = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Checksums:
             "model": self.model,
             "header_sha256": self.header_sha256,
             "piece_bytes": PIECE_BYTES,
-            "pieces": {name: list(digests) for name, digests in self.digests.items()},
+            "pieces": {name: _pack(digests) for name, digests in self.digests.items()},
         }
 
     @classmethod
@@ -132,13 +135,11 @@ class Checksums:
             raise InputError(f"{place} is a manifest of another format ({value.get('format')!r})")
         identity = str(value.get("header_sha256"))
         digests: dict[str, tuple[str | None, ...]] = {}
-        for name, row in value["pieces"].items():
-            good = isinstance(row, list) and all(
-                item is None or (isinstance(item, str) and _DIGEST.fullmatch(item)) for item in row
-            )
-            if not good:
+        for name, packed in value["pieces"].items():
+            unpacked = _unpack(packed)
+            if unpacked is None:
                 raise InputError(f"{place}: the hashes of {name} are damaged")
-            digests[name] = tuple(row)
+            digests[name] = unpacked
         if not _DIGEST.fullmatch(identity):
             raise InputError(f"{place} names no model")
         return cls(str(value.get("model", "?")), identity, digests)
@@ -155,6 +156,23 @@ class Checksums:
     def save(self, path: Path) -> None:
         """Write the manifest, whole or not at all."""
         write_whole(path, (json.dumps(self.to_json(), separators=(",", ":")) + "\n").encode())
+
+
+def _pack(digests: tuple[str | None, ...]) -> str:
+    """Write hashes one behind the other in base64: a worker that fetches little should not fetch much of these."""
+    return base64.b64encode(b"".join(bytes.fromhex(digest or _UNKNOWN) for digest in digests)).decode("ascii")
+
+
+def _unpack(packed: object) -> tuple[str | None, ...] | None:
+    """Read what :func:`_pack` wrote; nothing for anything else."""
+    try:
+        raw = base64.b64decode(str(packed), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    if len(raw) % 32:
+        return None
+    digests = [raw[start : start + 32].hex() for start in range(0, len(raw), 32)]
+    return tuple(None if digest == _UNKNOWN else digest for digest in digests)
 
 
 def _piece_count(model: GgufFile, info: TensorInfo) -> int:

@@ -162,6 +162,24 @@ class GgufFile:
                 hint="use a MoE model, or make one with `linkcpp model upcycle` if it is llama-like",
             )
 
+    def require_backbone(self, *, with_experts: bool) -> None:
+        """Raise :class:`ModelFileError` unless the file has all that the first machine needs.
+
+        That is everything but the routed experts, and those too ``with_experts`` (there are no workers).
+        """
+        absent = [name for name in self.manifest if name not in self.tensors]
+        trunk = [name for name in absent if not EXPERT_TENSOR.fullmatch(name)]
+        if trunk:
+            raise ModelFileError(
+                f"{self.path} is a slice without {trunk[0]} and {len(trunk) - 1} more tensors that are no experts",
+                hint="a worker can use it; serve the whole model or a slice made with --without-experts",
+            )
+        if with_experts and (absent or self._shares):
+            raise ModelFileError(
+                f"{self.path} is a slice without all experts: it needs workers that hold the others",
+                hint="start workers with `linkcpp worker` and name them with --worker",
+            )
+
     # --- experts ---------------------------------------------------------------------------------------------
 
     def expert_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
