@@ -452,7 +452,8 @@ class Ring(Driver):
             self._inbox.append(detached(message))
         elif isinstance(message, Fault):
             if message.kind is FaultKind.UNREACHABLE:
-                hop = self._hops[min(self._index_of.get(message.first, len(self._hops) - 1), len(self._hops) - 1)]
+                hop = self._hop_of(message)
+                self.check()  # what the stage itself said last explains more than that it is gone
                 self._break(StageLostError(message.text, stage=hop.name), hop.place)
             else:
                 self._inbox.append(message)
@@ -526,10 +527,13 @@ class Ring(Driver):
         last = next(hop for hop in reversed(self._hops) if hop.place is not None)
         self._break(StageTimeoutError(f"{waited}, though it says that it sent", stage=last.name), last.place)
 
+    def _hop_of(self, fault: Fault) -> _Hop:
+        last = len(self._hops) - 1
+        return self._hops[min(self._index_of.get(fault.first, last), last)]
+
     def _explain(self, item: Fault | Operate) -> LinkcppError:
         if isinstance(item, Fault):
-            hop = self._hops[min(self._index_of.get(item.first, len(self._hops) - 1), len(self._hops) - 1)]
-            return StageFailedError(item.text, stage=hop.name)
+            return StageFailedError(item.text, stage=self._hop_of(item).name)
         where, _, text = item.text.partition(": ")
         name = next((hop.name for hop in self._hops if str(hop.layers) == where), where)
         return StageFailedError(text or "did not do it", stage=name)
