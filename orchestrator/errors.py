@@ -43,6 +43,10 @@ class DenseModelError(InputError):
     """The GGUF has no experts, so there is nothing to dispatch."""
 
 
+class PlanError(InputError):
+    """The model does not fit onto the machines as asked; the message says how much is missing where."""
+
+
 class ChatTemplateError(InputError):
     """The GGUF has no chat template where one is needed, or one that cannot be rendered."""
 
@@ -167,6 +171,26 @@ class RequestError(LinkcppError):
         self.status = status
         self.code = code
         self.param = param
+
+
+class BusyError(RequestError):
+    """More requests wait than there is room for; ``retry_after`` is when to come again, in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message, status=429, code="queue_full", hint=f"try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class DeadlineError(RequestError):
+    """The time that a request was given is over before its answer is complete."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the answer was not complete within {seconds:g} s",
+            status=504,
+            code="deadline_exceeded",
+            hint="ask for fewer tokens, or allow more time",
+        )
 
 
 class ContextLengthError(RequestError):
