@@ -13,10 +13,10 @@ from orchestrator.onboarding import quants
 from orchestrator.onboarding.architecture_results import ArchitectureResult
 from orchestrator.onboarding.architecture_table import COLUMNS, Provenance, count_line, document, rows
 from orchestrator.onboarding.architectures import (
-    SHAPES,
     SeriesOptions,
     denominator,
-    known_results,
+    known_architectures,
+    known_shapes,
     run_architectures,
     run_shapes,
     untried,
@@ -137,10 +137,9 @@ def _conclude(terminal: Terminal, results: list[ArchitectureResult]) -> None:
 
 def _write_page(path: Path, counted: str) -> None:
     """Write all that is on record for this engine, whatever this run tried."""
-    known = known_results()
+    known = known_architectures()
     named = [known.get(name) or untried(name) for name in (*RECIPES, *WITHOUT_EXPERTS)]
-    shapes = [known[name] for name in SHAPES if name in known]
-    _write(path, document(named, shapes, _provenance(counted)))
+    _write(path, document(named, list(known_shapes().values()), _provenance(counted)))
 
 
 def _provenance(counted: str) -> Provenance:

@@ -33,7 +33,7 @@ class ArchitectureResult:
     """One architecture: ``built`` says whether a model of it can be made, ``record`` what the gate then found.
 
     ``like`` names the known model whose shape was taken. ``source`` is the engine's file with its graph,
-    ``recipe`` a hash of what the model was made from.
+    ``recipe`` a hash of what the model was made from, empty where none was made.
     """
 
     architecture: str
@@ -63,7 +63,7 @@ class ArchitectureResult:
     @property
     def tried(self) -> bool:
         """Tell whether the gate was run, or tried to."""
-        return self.seconds > 0
+        return bool(self.recipe)
 
     @property
     def failed(self) -> bool:
@@ -135,20 +135,20 @@ class ResultStore:
         build = re.sub(r"[^A-Za-z0-9.+_]+", "_", identity.build)[:60] or "none"
         self.folder = data_dir() / "architectures" / f"{build}-{features}"
 
-    def load(self, name: str) -> ArchitectureResult | None:
+    def load(self, name: str, *, shape: bool = False) -> ArchitectureResult | None:
         """Read the finding about an architecture or shape; None where there is none that can be read."""
         with contextlib.suppress(OSError, ValueError, ConfigError):  # a damaged file is tried again
-            return ArchitectureResult.from_json(json.loads(self._path(name).read_text(encoding="utf-8")))
+            return ArchitectureResult.from_json(json.loads(self._path(name, shape).read_text(encoding="utf-8")))
         return None
 
-    def load_all(self, names: Iterable[str]) -> dict[str, ArchitectureResult]:
+    def load_all(self, names: Iterable[str], *, shape: bool = False) -> dict[str, ArchitectureResult]:
         """Read the findings that there are."""
-        found = ((name, self.load(name)) for name in names)
+        found = ((name, self.load(name, shape=shape)) for name in names)
         return {name: result for name, result in found if result is not None}
 
     def save(self, result: ArchitectureResult) -> None:
         """Keep a finding, atomically; raise :class:`ConfigError` where the folder cannot be written."""
-        path = self._path(result.name)
+        path = self._path(result.name, result.like is not None)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
@@ -159,5 +159,6 @@ class ResultStore:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+    def _path(self, name: str, shape: bool) -> Path:
+        # some models are called like their architecture
+        return self.folder / f"{'like-' if shape else ''}{name}.json"

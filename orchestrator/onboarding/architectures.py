@@ -66,9 +66,14 @@ def run_shapes(
     return _run([(FAITHFUL[name].architecture, name) for name in chosen], options, progress)
 
 
-def known_results() -> dict[str, ArchitectureResult]:
-    """Return what is on record for this engine: architectures and shapes that were tried, by name."""
-    return ResultStore(engine_identity()).load_all((*RECIPES, *SHAPES))
+def known_architectures() -> dict[str, ArchitectureResult]:
+    """Return what is on record for this engine about architectures, by name."""
+    return ResultStore(engine_identity()).load_all(RECIPES)
+
+
+def known_shapes() -> dict[str, ArchitectureResult]:
+    """Return what is on record for this engine about shapes of known models, by the models' names."""
+    return ResultStore(engine_identity()).load_all(SHAPES, shape=True)
 
 
 def untried(architecture: str) -> ArchitectureResult:
@@ -118,7 +123,7 @@ def _one(architecture: str, like: str | None, options: SeriesOptions, store: Res
     if architecture in WITHOUT_EXPERTS:
         return untried(architecture)
     recipe = recipe_sha256(architecture, like=like)
-    known = None if options.fresh else store.load(like or architecture)
+    known = None if options.fresh else store.load(like or architecture, shape=like is not None)
     if known is not None and known.covers(recipe, options.worker_counts):
         return known
     result = _judge(architecture, like, recipe, options, time.monotonic)
