@@ -88,7 +88,7 @@ def test_fetch_and_manifest(tmp_path, run, monkeypatch):
     monkeypatch.setenv("LINKCPP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "served").mkdir()
     path = write_moe(tmp_path / "served" / "moe.gguf")
-    hashes, part = tmp_path / "served" / "moe.gguf.manifest.json", tmp_path / "part.gguf"
+    hashes, part = tmp_path / "served" / "moe.gguf.manifest.json.gz", tmp_path / "part.gguf"
     with serving(tmp_path / "served") as server:
         code, out, err = run("model", "fetch", server.url("moe.gguf"), "--experts", "1", "-o", part)
         assert code == 0

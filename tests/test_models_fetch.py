@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -72,7 +73,7 @@ def model(tmp_path_factory) -> Path:
     """The first part of a model in three, with its manifest beside it."""
     folder = tmp_path_factory.mktemp("served")
     first = write_parts(folder)[0]
-    Checksums.compute(GgufFile.open(first)).save(folder / f"{first.name}.manifest.json")
+    Checksums.compute(GgufFile.open(first)).save(folder / f"{first.name}.manifest.json.gz")
     return first
 
 
@@ -136,7 +137,7 @@ def test_only_the_share_is_downloaded(model, server, tmp_path):
     file = GgufFile.open(model)
     share = sum(file.bytes_per_expert(layer) for layer in file.moe_layers)
     sent = sum(count for name, count in server.sent.items() if name.endswith(".gguf"))
-    manifest = (model.parent / f"{model.name}.manifest.json").stat().st_size
+    manifest = (model.parent / f"{model.name}.manifest.json.gz").stat().st_size
     assert share + headers_of(model) <= sent
     # 8 KiB of each header's last window besides: a hundredth of any share that is worth a network.
     assert sent <= 1.01 * share + headers_of(model) + 3 * 8192
@@ -157,7 +158,9 @@ def test_a_second_run_finds_everything_there(server, tmp_path):
     report = fetch(server, tmp_path / "slice.gguf")
     assert (tmp_path / "slice.gguf").stat().st_ino == before.st_ino
     assert server.total_sent == report.downloaded
-    assert {name for name, count in server.sent.items() if count > 8192} <= {"big-00001-of-00003.gguf.manifest.json"}
+    assert {name for name, count in server.sent.items() if count > 8192} <= {
+        "big-00001-of-00003.gguf.manifest.json.gz"
+    }
 
 
 def test_pieces_of_another_share_come_from_the_cache(model, server, tmp_path):
@@ -399,7 +402,7 @@ def test_parts_on_a_server_are_told_apart_like_those_on_a_disk(model, tmp_path):
 
 
 def test_a_manifest_checks_the_model_and_every_slice_of_it(model, tmp_path):
-    sums = Checksums.load(model.parent / f"{model.name}.manifest.json")
+    sums = Checksums.load(model.parent / f"{model.name}.manifest.json.gz")
     assert sums.check(GgufFile.open(model)) == LAYERS * (3 * EXPERTS + 1) + 1
     sliced = tmp_path / "slice.gguf"
     write_slice(model, sliced, Selection(experts=(2, 9)))
@@ -425,7 +428,14 @@ def test_a_manifest_of_another_model_and_no_manifest_are_refused(model, server, 
             fetch(server, tmp_path / "slice.gguf", manifest=str(tmp_path / "bad.json"))
     with pytest.raises(DownloadError, match="no such file"):
         fetch(server, tmp_path / "slice.gguf", manifest=server.url("none.json"))
-    good = json.loads((model.parent / f"{model.name}.manifest.json").read_text())
+    packed = (model.parent / f"{model.name}.manifest.json.gz").read_bytes()
+    (tmp_path / "bad.json").write_bytes(packed[:-20])
+    with pytest.raises(InputError, match="not JSON, or not whole"):
+        Checksums.load(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_bytes(gzip.compress(bytes(300_000_000), 1))
+    with pytest.raises(InputError, match="not JSON, or not whole"):
+        Checksums.load(tmp_path / "bad.json")
+    good = json.loads(gzip.decompress(packed))
     good["pieces"]["token_embd.weight"] = "AAAA"
     (tmp_path / "bad.json").write_text(json.dumps(good))
     with pytest.raises(InputError, match=r"hashes of token_embd\.weight are damaged"):
@@ -437,7 +447,7 @@ def test_a_manifest_comes_from_a_server_without_ranges_too(server, tmp_path):
         other.pages["/models/sums.json"] = (
             200,
             {},
-            (server.folder / "big-00001-of-00003.gguf.manifest.json").read_bytes(),
+            (server.folder / "big-00001-of-00003.gguf.manifest.json.gz").read_bytes(),
         )
         assert fetch(server, tmp_path / "slice.gguf", manifest=other.url("sums.json")).checked
 

@@ -85,7 +85,7 @@ def test_workers_download_their_experts_only_through_cut_connections(model: Path
     folder.mkdir()
     first = in_parts(model, folder, 3)
     file = GgufFile.open(first)
-    Checksums.compute(file).save(folder / f"{first.name}.manifest.json")
+    Checksums.compute(file).save(folder / f"{first.name}.manifest.json.gz")
     middle = file.n_expert // 2
     for name in ("cache", "data"):
         (tmp_path / name).mkdir()

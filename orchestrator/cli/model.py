@@ -215,7 +215,7 @@ def fetch(
 def manifest(terminal: Terminal, model: str, output: Path | None, check: Path | None) -> None:
     """Write the SHA-256 of every expert and tensor of MODEL, so that any part of it can be checked by itself.
 
-    Put it beside the model on a server as NAME.gguf.manifest.json, and `linkcpp model fetch` finds it.
+    Put it beside the model on a server as NAME.gguf.manifest.json.gz, and `linkcpp model fetch` finds it.
     """
     if (output is None) == (check is None):
         raise click.UsageError("give --output FILE to write a manifest or --check FILE to compare with one")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,11 @@ from orchestrator.models.gguf_manifest import expert_count, is_expert_tensor
 from orchestrator.models.gguf_writer import Progress, range_bytes, write_whole
 
 FORMAT: Final = 1
-SUFFIX: Final = ".manifest.json"
+SUFFIX: Final = ".manifest.json.gz"
 """What is put behind a model's name to find its manifest beside it."""
+
+LARGEST: Final = 1 << 28
+"""Most bytes of a manifest, unpacked: a model of 250,000 experts has 32 MB."""
 
 PIECE_BYTES: Final = 1 << 26
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -124,11 +129,11 @@ class Checksums:
 
     @classmethod
     def from_json(cls, data: bytes | str, place: str) -> Checksums:
-        """Read a manifest; raise :class:`InputError` naming ``place`` for anything else."""
+        """Read a manifest, compressed or not; raise :class:`InputError` naming ``place`` for anything else."""
         try:
-            value = json.loads(data)
+            value = json.loads(_plain(data) if isinstance(data, bytes) else data)
         except ValueError as error:
-            raise InputError(f"{place} is no manifest: it is not JSON") from error
+            raise InputError(f"{place} is no manifest: it is not JSON, or not whole") from error
         if not isinstance(value, dict) or not isinstance(value.get("pieces"), dict):
             raise InputError(f"{place} is no manifest", hint="make one with `linkcpp model manifest`")
         if (value.get("format"), value.get("algorithm"), value.get("piece_bytes")) != (FORMAT, "sha256", PIECE_BYTES):
@@ -154,8 +159,23 @@ class Checksums:
         return cls.from_json(data, str(path))
 
     def save(self, path: Path) -> None:
-        """Write the manifest, whole or not at all."""
-        write_whole(path, (json.dumps(self.to_json(), separators=(",", ":")) + "\n").encode())
+        """Write the manifest, whole or not at all; compressed where the name ends in ``.gz``."""
+        data = (json.dumps(self.to_json(), separators=(",", ":")) + "\n").encode()
+        write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def _plain(data: bytes) -> bytes:
+    """Unpack gzip, never to more than :data:`LARGEST` bytes; raise :class:`ValueError` where that is not enough."""
+    if data[:2] != b"\x1f\x8b":
+        return data
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        plain = unpacker.decompress(data, LARGEST)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not unpacker.eof:
+        raise ValueError("too large or cut off")
+    return plain
 
 
 def _pack(digests: tuple[str | None, ...]) -> str:

@@ -20,7 +20,7 @@ from typing import Final
 
 from orchestrator.config import cache_dir
 from orchestrator.errors import DownloadError, InputError, ModelFileError
-from orchestrator.models.checksums import SUFFIX, Checksums
+from orchestrator.models.checksums import LARGEST, SUFFIX, Checksums
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.gguf_header import Header, parse_header
 from orchestrator.models.gguf_writer import write_whole
@@ -30,7 +30,6 @@ from orchestrator.models.locations import HttpLocation, part_names
 
 _WINDOW: Final = 8192
 _LARGEST_HEADER: Final = 1 << 28  # a vocabulary of 300,000 strings takes 10 MB
-_LARGEST_MANIFEST: Final = 1 << 28
 _FOLDERS: Final = 64  # of headers, kept
 
 
@@ -100,7 +99,7 @@ async def read_manifest(client: RangeClient, remote: RemoteModel, asked: str | N
     if url is None:
         return None
     headers = remote.files[0].headers if asked is None else {}
-    data = await client.whole(url, _LARGEST_MANIFEST, headers=headers)
+    data = await client.whole(url, LARGEST, headers=headers)
     if data is None:
         if asked is not None:
             raise DownloadError(f"{url}: the server has no such file")
