@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "model": "Get, make and inspect models.",
     "models": "List the models: status, sizes, wire, context, machines.",
     "worker": "Compute experts of a model for other machines.",
+    "stage": "Compute some layers of a model as a stage of a ring.",
     "onboard": "Prove that a model gives the same answers over workers.",
     "serve": "Answer OpenAI-style requests with a model over workers.",
     "chat": "Talk with a model in the terminal.",

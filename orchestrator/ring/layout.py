@@ -41,7 +41,7 @@ def parse_layers(text: str) -> LayerRange:
     if not (colon and first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
         raise InputError(f"{text!r} is no range of layers", hint="write it like 12:24 for the layers 12 to 23")
     found = LayerRange(int(first), int(last))
-    if not len(found) > 0:
+    if found.last <= found.first:
         raise InputError(f"the range {text!r} holds no layer", hint="write it like 12:24 for the layers 12 to 23")
     return found
 

@@ -1,0 +1,262 @@
+"""`linkcpp stage`: hold some layers of a model, with their caches, as one stage of a ring."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import click
+
+from orchestrator.cli.app import Terminal
+from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.engine.context import INVARIANT_ROWS
+from orchestrator.engine.identity import engine_identity
+from orchestrator.engine.stage import StageContext, StageSizes
+from orchestrator.errors import InputError
+from orchestrator.models.catalog import resolve_model
+from orchestrator.models.gguf import GgufFile
+from orchestrator.ring.hop import Hop
+from orchestrator.ring.layout import merge, parse_layers
+from orchestrator.ring.profile import StageProfile
+from orchestrator.transport.base import HostPort, parse_address
+from orchestrator.transport.tcp import TcpConnector, TcpListener
+from orchestrator.types import Contract
+from orchestrator.workers.server import ServerLimits
+from orchestrator.workers.stage import StageService, report_defect
+from orchestrator.workers.stage_server import StageServer
+
+_STOCK_ROWS = 512
+
+
+@click.command("stage")
+@click.argument("model")
+@click.option(
+    "--layers",
+    "ranges",
+    multiple=True,
+    required=True,
+    metavar="FIRST:END",
+    help="Layers to hold, like 12:24 for the layers 12 to 23; may be repeated.",
+)
+@click.option(
+    "--listen",
+    default=None,
+    metavar="HOST:PORT",
+    help="Where the gateway and the stage before connect to. [default: any free port of this machine only]",
+)
+@click.option("--ctx", "n_ctx", type=click.IntRange(1), default=4096, help="Tokens of a sequence.")
+@click.option("--sequences", "n_sequences", type=click.IntRange(1, 256), default=1, help="Sequences at once.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads that compute. [default: all]")
+@click.option(
+    "--ubatch",
+    "n_ubatch",
+    type=click.IntRange(1),
+    default=None,
+    help="Tokens of a micro-batch. [default: 63 batch-invariant, 512 else]",
+)
+@click.option("--batch", "n_batch", type=click.IntRange(1), default=None, help="Most tokens of a step.")
+@click.option(
+    "--batch-invariant/--no-batch-invariant",
+    default=True,
+    help="Let no answer depend on how tokens were grouped, for slower prefill.",
+)
+@click.option(
+    "--worker",
+    "workers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="An expert worker for the MoE layers of these ranges; may be repeated.",
+)
+@click.option("--timeout", type=click.FloatRange(0.1), default=60.0, help="Longest wait for an expert worker, in s.")
+@click.option("--repack", is_flag=True, help="Repack the weights: faster prefill, and only where all stages do.")
+@click.option("--name", default=None, help="What others call this stage. [default: the machine's name]")
+@click.option(
+    "--saved-mb", type=click.IntRange(0), default=1024, help="Most megabytes of saved sequences, for each range."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
+@click.option("--until-stdin-ends", is_flag=True, hidden=True)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    model: str,
+    ranges: tuple[str, ...],
+    listen: str | None,
+    n_ctx: int,
+    n_sequences: int,
+    threads: int | None,
+    n_ubatch: int | None,
+    n_batch: int | None,
+    batch_invariant: bool,
+    workers: tuple[str, ...],
+    timeout: float,
+    repack: bool,
+    name: str | None,
+    saved_mb: int,
+    as_json: bool,
+    until_stdin_ends: bool,
+) -> None:
+    """Hold layers of MODEL (a name or a GGUF file) and compute them for a ring until SIGTERM or Ctrl-C.
+
+    Weights are read and caches are made for these layers only, so a file with no others is enough. All stages of a
+    ring need the same model, --ctx, --sequences, --ubatch and --batch.
+    """
+    terminal: Terminal = ctx.obj
+    if until_stdin_ends:
+        _watch_stdin()
+    if repack and batch_invariant:
+        raise InputError("--repack adds in an order that depends on the batch", hint="add --no-batch-invariant")
+    path = resolve_model(model)
+    file = GgufFile.open(path)
+    layers = merge([parse_layers(text) for text in ranges], file.n_layer)
+    if workers:
+        file.require_moe()
+    n_threads = threads or len(os.sched_getaffinity(0))
+    rows = n_ubatch or (INVARIANT_ROWS if batch_invariant else _STOCK_ROWS)
+    sizes = StageSizes(n_ctx, n_sequences, rows, n_batch, batch_invariant)
+    listener = _listen(listen)
+    host_port = listener.host_port
+    if not host_port.is_loopback:
+        terminal.error(
+            f"warning: {host_port} is neither encrypted nor authenticated: whoever reaches it can use this stage"
+        )
+    identity = engine_identity(repack=repack)
+    with ExitStack() as stack:
+        contexts: list[StageContext] = []
+        with terminal.progress(f"loading {path.name}") as progress:
+            for index, found in enumerate(layers):
+
+                def report(done: float, index: int = index) -> None:
+                    progress(index + done, float(len(layers)))
+
+                exchange = None
+                if workers:
+                    exchange = Dispatcher(
+                        workers,
+                        Contract.EXACT,
+                        identity,
+                        model_sha256=file.header_sha256,
+                        timeout=timeout,
+                        client=f"stage {found}",
+                    )
+                    stack.callback(exchange.close)
+                    exchange.connect()
+                context = StageContext.open(
+                    path, found, sizes, n_threads=n_threads, repack=repack, exchange=exchange, progress=report
+                )
+                stack.enter_context(context)
+                if exchange is not None:
+                    exchange.describe(context.descriptors)
+                contexts.append(context)
+        profile = StageProfile(
+            name=name or socket.gethostname(),
+            address="",
+            pid=os.getpid(),
+            n_threads=n_threads,
+            identity=identity,
+            model_sha256=file.header_sha256,
+            architecture=file.architecture,
+            facts=contexts[0].facts,
+            n_ubatch=contexts[0].n_ubatch,
+            batch_invariant=batch_invariant,
+            ranges=layers,
+        )
+        hops = [
+            Hop(context, clock=time.perf_counter_ns, saved_limit=saved_mb << 20, on_defect=report_defect)
+            for context in contexts
+        ]
+        server = StageServer(
+            StageService(hops, profile, TcpConnector), listener, limits=ServerLimits(), log=terminal.error
+        )
+        stop = _stop_on_signals()
+        server.start()
+        _announce(terminal, profile, server.address, path.name, workers, as_json=as_json)
+        # Signals wake this wait; the period only bounds how long one could be missed that hit another thread.
+        while not stop.wait(1.0):
+            pass
+        finished = server.drain()
+        for hop in hops:
+            terminal.error(f"{hop.layers}: {hop.steps} steps with {hop.tokens} tokens")
+        if not finished:
+            # The engine still computes and cannot be interrupted: freeing its memory under it would crash.
+            terminal.error("error: a step was still running and was given up")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _listen(address: str | None) -> TcpListener:
+    """Open the listener before the weights are read, so that a taken port is known at once."""
+    if address is not None:
+        return TcpListener(parse_address(address))
+    try:
+        return TcpListener(HostPort("127.0.0.1", 0))
+    except InputError:
+        # A machine with nothing but IPv6 may lack even the loopback address of IPv4.
+        return TcpListener(HostPort("::1", 0))
+
+
+def _stop_on_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set; until now they ended the process at once, which loading may."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    return stop
+
+
+def _watch_stdin() -> None:
+    """End like on SIGTERM when standard input ends, because whoever started this process is gone then."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+
+
+def _announce(
+    terminal: Terminal,
+    profile: StageProfile,
+    address: str,
+    file_name: str,
+    workers: tuple[str, ...],
+    *,
+    as_json: bool,
+) -> None:
+    facts = profile.facts
+    if as_json:
+        ready: dict[str, object] = {
+            "ready": True,
+            "address": address,
+            "pid": profile.pid,
+            "name": profile.name,
+            "architecture": profile.architecture,
+            "layers": [[found.first, found.last] for found in profile.ranges],
+            "layers_in_model": facts.n_layer,
+            "n_ctx": facts.n_ctx,
+            "n_sequences": facts.n_sequences,
+            "n_ubatch": profile.n_ubatch,
+            "n_batch": facts.n_batch,
+            "threads": profile.n_threads,
+            "engine": profile.identity.build,
+            "isa": profile.identity.isa,
+            "repack": profile.identity.repack,
+            "workers": list(workers),
+        }
+        # One line, not Terminal.json's several: whoever started this process reads a line.
+        terminal.console.file.write(json.dumps(ready) + "\n")
+        terminal.console.file.flush()
+        return
+    held = ", ".join(map(str, profile.ranges))
+    terminal.print(f"{profile.name}: {file_name} ({profile.architecture}), process {profile.pid}")
+    terminal.print(f"holds {held} of {facts.n_layer}, for {facts.n_sequences} sequences of {facts.n_ctx} tokens")
+    if workers:
+        terminal.print(f"their experts are computed by {', '.join(workers)}")
+    terminal.print(f"engine {profile.identity.build}, {profile.n_threads} threads, {profile.identity.isa}")
+    terminal.print(f"ready at {address}", style="bold")
+    terminal.console.file.flush()

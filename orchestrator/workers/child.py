@@ -1,0 +1,143 @@
+"""Processes of this machine that say in one line of JSON that they are ready, and that end with whoever started them.
+
+A child watches its standard input (``--until-stdin-ends``): the other end of that pipe is held by this process
+alone, so that the child sees its end and stops even where this process is killed without a chance to clean up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from orchestrator.errors import WorkerLostError
+
+_PACKAGE_PARENT: Final = Path(__file__).resolve().parents[2]
+_TAIL_LINES: Final = 12
+_STOP_SECONDS: Final = 8.0  # a little more than a worker gives itself to drain
+
+
+class ChildProcess:
+    """One child, which may be started again after its end: the linkcpp command ``arguments`` of this package.
+
+    ``core`` pins it. ``name`` is what errors call it.
+    """
+
+    def __init__(self, name: str, *, core: int | None = None) -> None:
+        self.name = name
+        self.address = ""
+        self._core = core
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id as of the last start, None before the first."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, arguments: Sequence[str]) -> None:
+        """Start ``linkcpp ARGUMENTS --json --until-stdin-ends``; raise :class:`WorkerLostError` if that cannot be."""
+        self._errors.seek(0)
+        self._errors.truncate()
+        command = [sys.executable, "-m", "orchestrator", *arguments, "--json", "--until-stdin-ends"]
+        # The child imports this very package, wherever the parent was started and whether or not it is installed.
+        paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,  # Ctrl-C is for the parent, which then ends its children in order
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        except OSError as error:
+            raise WorkerLostError(f"cannot be started: {error}", worker=self.name) from error
+        if self._core is not None:
+            # Before its threads exist, hence for all of them: Python itself takes longer to start than this call.
+            with contextlib.suppress(ProcessLookupError):  # ended already: the wait for it says why
+                os.sched_setaffinity(self._process.pid, {self._core})
+
+    def wait_ready(self, deadline: float, timeout: float) -> None:
+        """Read the line that says ready, and from it the address; ``timeout`` is only for the message.
+
+        Raises:
+            WorkerLostError: the child ended, said something else or nothing; the message ends with its last lines.
+        """
+        process = self._process
+        if process is None or process.stdout is None:
+            raise WorkerLostError("was not started", worker=self.name)
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise WorkerLostError(
+                        f"was not ready within {timeout:g} s{self._quote()}",
+                        worker=self.name,
+                        hint="a large model on a slow disk needs longer",
+                    )
+                piece = os.read(process.stdout.fileno(), 65536)
+                if not piece:
+                    code = process.wait()
+                    raise WorkerLostError(
+                        f"ended with {_ending(code)} before it was ready{self._quote()}", worker=self.name
+                    )
+                line += piece
+        try:
+            self.address = str(json.loads(line)["address"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorkerLostError(f"said {line[:200]!r} instead of being ready", worker=self.name) from error
+
+    def kill(self) -> None:
+        """Kill it at once (SIGKILL), as a failing machine would."""
+        if self._process is None:
+            raise WorkerLostError("was not started", worker=self.name)
+        self._process.kill()
+        self._process.wait()
+
+    def tail(self) -> str:
+        """Return the last lines that the child wrote to its standard error."""
+        # Without moving the offset: the child writes through the same open file.
+        size = os.fstat(self._errors.fileno()).st_size
+        lines = os.pread(self._errors.fileno(), size, 0).decode("utf-8", "replace").strip().splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+    def _quote(self) -> str:
+        tail = self.tail()
+        return f"; it said:\n{tail}" if tail else " and said nothing"
+
+    def close(self) -> None:
+        """Release what was kept of it; the process must have ended."""
+        self._errors.close()
+
+
+def end_processes(children: Sequence[ChildProcess]) -> None:
+    """End children, all at the same time: in order, and by force those that do not."""
+    processes = [child._process for child in children if child._process is not None]
+    for process in processes:
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):  # a dead child has closed its end
+                process.stdin.close()
+        process.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
