@@ -2,7 +2,8 @@
 
 A step either happens or leaves no trace: when the exchange fails in the middle of a graph, every sequence is as it
 was before the call. Attention caches drop the new positions; recurrent state cannot be cut, so models that have
-any keep a copy of it while an exchange computes.
+any keep a backup while an exchange computes: one sequence a copy-on-write twin, which costs nothing (the state of a
+large model is tens of megabytes), several a copy of their state.
 
 Each sequence has a buffer of its own, filled in order of its positions: attention adds up in that order, so a
 sequence's bytes cannot depend on what else lived in the cache. In a shared buffer a sequence would go on in cells
@@ -11,6 +12,7 @@ that an earlier one left free in front of it, out of order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -29,6 +31,7 @@ INVARIANT_ROWS = 63
 """Most rows of a micro-batch at which the CPU's kernels treat each row alone (64 switches flash attention's)."""
 
 _BATCH_TOKENS = 512
+_TWIN = 1  # the sequence that is the backup of sequence 0
 _NO_SLOT = 1  # llama_decode: the KV cache is full
 
 
@@ -76,9 +79,11 @@ class Context:
         needs_hook = exchange is not None or not model.is_whole
         self._hook = GraphHook(exchange, contract) if needs_hook else None
         self._keeps_backup = model.is_hybrid and exchange is not None
+        self._has_twin = self._keeps_backup and n_sequences == 1
         self._backups: dict[int, bytes] = {}
+        slots = 2 if self._has_twin else n_sequences
         # a recurrent memory needs micro-batches that are a multiple of its sequences
-        n_ubatch = max(n_ubatch // n_sequences * n_sequences, n_sequences)
+        n_ubatch = max(n_ubatch // slots * slots, slots)
         self.n_batch = n_batch or max(n_ubatch, _BATCH_TOKENS // n_ubatch * n_ubatch)
         self.n_ubatch = min(n_ubatch, self.n_batch)
         options = ContextOptions(
@@ -86,8 +91,8 @@ class Context:
             n_batch=self.n_batch,
             n_ubatch=self.n_ubatch,
             n_threads=n_threads,
-            n_sequences=n_sequences,
-            unified=False,
+            n_sequences=slots,
+            unified=self._has_twin,
             flash_attention=True if batch_invariant else None,
             embeddings=model.embeds,
         )
@@ -123,9 +128,7 @@ class Context:
         self._check(batch)
         starts = batch.starts()
         if self._keeps_backup:
-            self._backups = {
-                sequence: self._context.save(sequence, recurrent_only=True) for sequence in starts if starts[sequence]
-            }
+            self._back_up(starts)
         try:
             outcomes = [self._run(part, boundary) for part in batch.split(self.n_batch)]
         except BaseException:
@@ -233,9 +236,20 @@ class Context:
             self._context.remove(destination, *cut)
         return True
 
+    def _back_up(self, starts: Mapping[int, int]) -> None:
+        if self._has_twin:
+            self._context.remove(_TWIN, -1, -1)
+            self._context.copy(0, _TWIN)
+        else:
+            self._backups = {
+                sequence: self._context.save(sequence, recurrent_only=True) for sequence in starts if starts[sequence]
+            }
+
     def _take_back(self, sequence: int, start: int) -> None:
-        if start == 0:
+        if start == 0 or self._has_twin:
             self._context.remove(sequence, -1, -1)
+            if self._has_twin:
+                self._context.copy(_TWIN, sequence)
             return
         if self._keeps_backup:  # first, because a memory with recurrent state behind the cut refuses to be cut
             self._context.restore(sequence, self._backups[sequence], recurrent_only=True)
