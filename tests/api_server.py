@@ -7,7 +7,8 @@ import threading
 import time
 from contextlib import contextmanager
 
-from fake_engine import N_VOCAB, FakeModel, FakeSession
+from fake_backend import SessionBackend
+from fake_engine import FakeModel, FakeSession
 
 from orchestrator.api.app import Endpoint, ServedModel
 from orchestrator.api.listen import listening
@@ -66,7 +67,7 @@ def fake_server(session: FakeSession | None = None, model: FakeModel | None = No
     session = session or FakeSession()
     model = model or FakeModel()
     endpoint = Endpoint(ModelNames("fake", "fake.gguf"))
-    with Gateway(model, session, n_vocab=N_VOCAB, chunk=16) as gateway:
+    with Gateway(model, SessionBackend(session)) as gateway:
         endpoint.served = served(model, session, gateway, statistics)
         with serving(endpoint) as url:
             yield url, gateway

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from fake_backend import SessionBackend
 from fake_engine import EOS, N_VOCAB, FailOnce, FakeModel, FakeSession, answer
 
 from orchestrator.errors import (
@@ -16,16 +17,19 @@ from orchestrator.errors import (
     WorkerTimeoutError,
 )
 from orchestrator.gateway.gateway import Gateway
+from orchestrator.gateway.prefix import reusable_prefix
 from orchestrator.gateway.sampling import SamplingParameters
-from orchestrator.gateway.scheduler import reusable_prefix
 from orchestrator.gateway.sequence import Finished, GenerationRequest, TextDelta
 
 GREEDY = SamplingParameters(temperature=0)
 CHAT = tuple(FakeModel().tokenize("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", parse_special=True))
 
 
-def open_gateway(session, **options):
-    return Gateway(FakeModel(), session, n_vocab=N_VOCAB, chunk=options.pop("chunk", 16), **options)
+def open_gateway(session, *, chunk=16, can_truncate=True, idle=None, **options):
+    backend = SessionBackend(session, n_chunk=chunk, cuttable=can_truncate)
+    if idle is not None:
+        backend.check = idle
+    return Gateway(FakeModel(), backend, **options)
 
 
 def read(generation):
@@ -116,11 +120,11 @@ def test_a_seed_gives_the_same_text_whatever_ran_before():
 
 
 def test_reusable_prefix():
-    assert reusable_prefix([1, 2, 3], [1, 2, 9, 9], can_truncate=True) == 2
-    assert reusable_prefix([1, 2, 3], [1, 2, 9, 9], can_truncate=False) == 0
-    assert reusable_prefix([1, 2], [1, 2, 9], can_truncate=False) == 2
-    assert reusable_prefix([1, 2, 3], [1, 2, 3], can_truncate=True) == 2  # the last token's logits are needed
-    assert reusable_prefix([], [1], can_truncate=True) == 0
+    assert reusable_prefix([1, 2, 3], [1, 2, 9, 9], cuttable=True) == 2
+    assert reusable_prefix([1, 2, 3], [1, 2, 9, 9], cuttable=False) == 0
+    assert reusable_prefix([1, 2], [1, 2, 9], cuttable=False) == 2
+    assert reusable_prefix([1, 2, 3], [1, 2, 3], cuttable=True) == 2  # the last token's logits are needed
+    assert reusable_prefix([], [1], cuttable=True) == 0
 
 
 @pytest.mark.parametrize("can_truncate", [True, False])
@@ -268,8 +272,10 @@ def test_a_request_cancelled_while_waiting_is_never_started():
     gateway = open_gateway(session)
     generation = gateway.submit(GenerationRequest((1,), 5))
     generation.cancel()
+    assert gateway.step()
     assert not gateway.step()
     assert session.calls == []
+    assert read(generation)[2].reason == "cancelled"
 
 
 def test_closing_ends_the_running_and_the_waiting_requests_with_an_error():
@@ -315,8 +321,8 @@ def test_events_in_an_event_loop():
 
 
 def test_state_shows_the_running_request():
-    clock = iter(range(1000))
-    gateway = open_gateway(FakeSession(), now=lambda: float(next(clock)))
+    now = [0.0]
+    gateway = open_gateway(FakeSession(), now=lambda: now[0])
     gateway.submit(GenerationRequest(tuple(range(20)), 50, GREEDY, identifier="chat-1", ignore_end=True))
     gateway.step()
     running = gateway.state().running
@@ -326,11 +332,12 @@ def test_state_shows_the_running_request():
         20,
         0,
     )
-    gateway.step()
-    gateway.step()
+    for _ in range(2):
+        now[0] += 1.0
+        gateway.step()
     running = gateway.state().running
     assert (running.phase, running.generated_tokens) == ("decode", 2)
-    assert running.tokens_per_second == 1.0  # one token since the first, and the clock went on by one second
+    assert running.tokens_per_second == 1.0  # one token since the first, one second ago
 
 
 def test_the_idle_call_comes_while_nothing_runs(monkeypatch):

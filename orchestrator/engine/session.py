@@ -1,4 +1,4 @@
-"""One sequence on a context of its own: decode tokens, get logits, take steps back."""
+"""One sequence on a context: decode tokens, get logits, take steps back."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ class Session:
             batch_invariant=batch_invariant,
         )
         self.n_ctx = self._context.n_ctx
+
+    @classmethod
+    def over(cls, context: Context) -> Session:
+        """Return the first sequence of a context, which it closes with itself."""
+        session = cls.__new__(cls)
+        session.model, session.n_ctx, session.position = context.model, context.n_ctx, context.length(0)
+        session._context = context
+        return session
 
     @property
     def descriptors(self) -> tuple[LayerDescriptor, ...]:

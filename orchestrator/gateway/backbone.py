@@ -1,4 +1,4 @@
-"""Put a backbone together: the model without its experts, its session, and the workers that hold the experts."""
+"""Put a backbone together: the model without its experts, its context, and the workers that hold the experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from types import TracebackType
 from typing import Final
 
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.engine.context import INVARIANT_ROWS
+from orchestrator.engine.context import INVARIANT_ROWS, Context
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
 from orchestrator.engine.session import Session
-from orchestrator.gateway.gateway import Gateway
+from orchestrator.errors import InputError
+from orchestrator.gateway.backend import Invariance
+from orchestrator.gateway.gateway import DEFAULT_LIMITS, Gateway
+from orchestrator.gateway.local import LocalBackend, WatchedExchange
+from orchestrator.gateway.scheduler import Limits
+from orchestrator.gateway.state import Observer
 from orchestrator.models.gguf import GgufFile
 from orchestrator.types import Contract, EngineIdentity
 
@@ -32,27 +37,43 @@ CLOSE_SECONDS: Final = 5.0
 class Backbone:
     """A model ready to decode; a context manager. ``dispatcher`` is None where this process has the experts.
 
-    ``chunk`` is the size of the micro-batches.
+    ``session`` is the first of the context's sequences, for those who need no more; a gateway takes them all.
+    ``fingerprint`` names all that a sequence's state depends on.
     """
 
     model: Model
+    context: Context
     session: Session
     dispatcher: Dispatcher | None
+    exchange: WatchedExchange | None
     contract: Contract
     identity: EngineIdentity
-    chunk: int
     batch_invariant: bool
+    fingerprint: str
 
-    def gateway(self, *, reuse_prefix: bool = True) -> Gateway:
-        """Make the gateway of this backbone; see :class:`Gateway`. Not started."""
+    def gateway(
+        self,
+        *,
+        invariance: Invariance = Invariance.SEVERAL,
+        reuse_prefix: bool = True,
+        limits: Limits = DEFAULT_LIMITS,
+        observer: Observer | None = None,
+    ) -> Gateway:
+        """Make the gateway of this backbone; see :class:`Gateway`. Not started.
+
+        ``invariance`` is what is known of the model in the batch-invariant configuration; in the other one answers
+        depend on how tokens are grouped in any case, and nothing is reused.
+        """
+        backend = LocalBackend(
+            self.context, exchange=self.exchange, dispatcher=self.dispatcher, invariance=invariance
+        )
         return Gateway(
             self.model,
-            self.session,
-            n_vocab=self.model.n_vocab,
-            chunk=self.chunk,
-            can_truncate=not self.model.is_hybrid,
+            backend,
             reuse_prefix=reuse_prefix and self.batch_invariant,
-            idle=None if self.dispatcher is None else self.dispatcher.check,
+            limits=limits,
+            identity=self.fingerprint,
+            observer=observer,
         )
 
     def close(self, gateway: Gateway | None = None) -> None:
@@ -65,7 +86,7 @@ class Backbone:
         if self.dispatcher is not None:
             self.dispatcher.close()
         if stopped or gateway is None or gateway.close(CLOSE_SECONDS):
-            self.session.close()
+            self.context.close()
             self.model.close()
 
     def __enter__(self) -> Backbone:
@@ -83,6 +104,7 @@ def open_backbone(
     *,
     contract: Contract = Contract.EXACT,
     n_ctx: int | None = None,
+    n_sequences: int = 1,
     n_threads: int = 1,
     batch_invariant: bool = True,
     timeout: float = 60.0,
@@ -90,7 +112,8 @@ def open_backbone(
 ) -> Backbone:
     """Open a model over ``workers`` ("host:port" each), or alone in this process where there are none.
 
-    ``n_ctx`` None takes :data:`DEFAULT_CONTEXT` tokens or what the model was trained for, if that is less.
+    ``n_ctx`` None takes :data:`DEFAULT_CONTEXT` tokens or what the model was trained for, if that is less. Each of
+    the ``n_sequences`` has so many.
     ``timeout`` seconds is the longest wait for one worker's answer. ``progress`` gets the loaded share, 0 to 1.
     Raises an :class:`InputError` for the file, a :class:`FleetError` for the workers, an :class:`EngineError` else.
     """
@@ -111,19 +134,26 @@ def open_backbone(
         model = Model.open(path, without_experts=bool(workers), progress=progress)
         undo.callback(model.close)
         rows = INVARIANT_ROWS if batch_invariant else STOCK_ROWS
+        if n_sequences > rows:
+            raise InputError(f"{n_sequences} sequences at once; at most {rows} fit into a micro-batch")
         if model.is_hybrid:
-            rows -= rows % 2  # the session keeps a backup sequence of recurrent state: a multiple of two sequences
-        session = Session(
+            rows -= rows % 2  # the gate's own size for these models (onboarding/reference.py)
+        exchange = None if dispatcher is None else WatchedExchange(dispatcher)
+        context = Context(
             model,
             n_ctx=n_ctx or min(DEFAULT_CONTEXT, model.n_ctx_train or DEFAULT_CONTEXT),
+            n_sequences=n_sequences,
             n_ubatch=rows,
             n_threads=n_threads,
-            exchange=dispatcher,
+            exchange=exchange,
             contract=contract,
             batch_invariant=batch_invariant,
         )
-        undo.callback(session.close)
+        undo.callback(context.close)
         if dispatcher is not None:
-            dispatcher.describe(session.descriptors)
+            dispatcher.describe(context.descriptors)
         undo.pop_all()
-    return Backbone(model, session, dispatcher, contract, identity, rows, batch_invariant)
+    settings = f"{contract.value} repack={identity.repack} batch_invariant={batch_invariant}"
+    fingerprint = f"{file.header_sha256} {identity.build} {identity.isa} {settings}"
+    session = Session.over(context)
+    return Backbone(model, context, session, dispatcher, exchange, contract, identity, batch_invariant, fingerprint)

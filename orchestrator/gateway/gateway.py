@@ -1,8 +1,8 @@
-"""Answer requests, one at a time, with one model: the queue, the decode loop and its state for people to see.
+"""Answer requests with one backend: the loop that carries out what the scheduler decides.
 
-One thread of its own runs the decode loop, because the engine's calls block; whoever submits a request gets a
-:class:`Generation` and reads its events from another thread or from an event loop. Requests are served in the order
-in which they came. An error ends the request that met it and nothing else.
+One thread of its own runs the loop, because the engine's calls block; whoever submits a request gets a
+:class:`Generation` and reads its events from another thread or from an event loop. An error ends the requests whose
+tokens were in the step that met it, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,23 +12,37 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Listed
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
-from orchestrator.errors import ContextLengthError, EngineError, LinkcppError, RequestError
-from orchestrator.gateway.generation import Generation
-from orchestrator.gateway.scheduler import Step, next_step, reusable_prefix
-from orchestrator.gateway.sequence import (
-    Failed,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    Sequence,
-    Timings,
-    Vocabulary,
+from orchestrator.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    LinkcppError,
+    RequestError,
+    StepDroppedError,
 )
+from orchestrator.gateway import sessions
+from orchestrator.gateway.backend import Backend
+from orchestrator.gateway.generation import Generation
+from orchestrator.gateway.prefix import Placement
+from orchestrator.gateway.scheduler import Job, Limits, Scheduler, Terms, split_rows
+from orchestrator.gateway.sequence import Failed, Finished, FinishReason, GenerationRequest, Sequence, Vocabulary
+from orchestrator.gateway.state import (
+    GatewayState,
+    Observer,
+    StepFigures,
+    Totals,
+    describe_request,
+    describe_slots,
+    timings,
+)
+from orchestrator.ring.steps import Copy, Remove
 from orchestrator.types import FloatArray
 
 logger = logging.getLogger(__name__)
@@ -39,70 +53,19 @@ IDLE_SECONDS: Final = 1.0
 MAX_WAITING: Final = 256
 """Requests that may wait; one more is refused with HTTP 429, because each holds a connection and a prompt."""
 
+DEFAULT_LIMITS: Final = Limits(waiting=MAX_WAITING)
+DEFAULT_TERMS: Final = Terms()
 
-class DecodeSession(Protocol):
-    """The part of an engine session that the decode loop uses."""
-
-    @property
-    def position(self) -> int:
-        """Number of tokens in the KV cache."""
-
-    @property
-    def n_ctx(self) -> int:
-        """Number of tokens that the KV cache can hold."""
-
-    def decode(self, tokens: Listed[int], *, all_logits: bool = False) -> FloatArray:
-        """Append tokens and return the logits of the last one as [1, n_vocab]."""
-
-    def truncate(self, position: int) -> bool:
-        """Forget all tokens from ``position`` on; False, and nothing forgotten, where the memory cannot be cut."""
-
-    def clear(self) -> None:
-        """Forget all tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningRequest:
-    """The request that is being answered; ``tokens_per_second`` counts generated tokens after the first."""
-
-    identifier: str
-    phase: str  # prefill, decode
-    prompt_tokens: int
-    generated_tokens: int
-    tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayState:
-    """What a gateway did and does; the totals count since its start."""
-
-    running: RunningRequest | None
-    waiting: int
-    finished: int
-    failed: int
-    cancelled: int
-    prompt_tokens: int  # computed, so without those that were still in the cache
-    generated_tokens: int
-    problem: str  # the last request's error; empty after a request that went well
-
-
-class _Running:
-    """A request that has been admitted, with the moments that its timings are made of."""
-
-    def __init__(self, generation: Generation, sequence: Sequence, admitted: float) -> None:
-        self.generation = generation
-        self.sequence = sequence
-        self.admitted = admitted
-        self.first_token: float | None = None
+_Job: TypeAlias = Job[Generation]
 
 
 class Gateway:
-    """A model that answers requests.
+    """A model that answers requests, as many at a time as its backend has sequences.
 
-    ``chunk`` is the number of prompt tokens per step (the micro-batch size). ``can_truncate``: the KV cache can be
-    cut at any position (not so for hybrid models). ``reuse_prefix``: keep what a new prompt has in common with the
-    last request; leave it off where a token's logits depend on how tokens were grouped. ``idle`` is called by the
-    decode thread about once a second while no request runs. ``now`` is a clock in seconds.
+    ``reuse_prefix``: do not compute again what a prompt has in common with what the caches hold; leave it off where
+    a token's logits depend on how tokens were grouped. ``limits`` bounds the queue, and the memory of what was saved
+    when slots were given to others. ``identity`` names model and engine: a state on disk is restored only where it is
+    the same. ``now`` is a clock in seconds.
 
     Use it as a context manager, or call :meth:`start` and :meth:`close`; :meth:`step` may also be called by hand.
     """
@@ -110,82 +73,94 @@ class Gateway:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        session: DecodeSession,
+        backend: Backend,
         *,
-        n_vocab: int,
-        chunk: int,
-        can_truncate: bool = True,
         reuse_prefix: bool = True,
-        idle: Callable[[], None] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        identity: str = "",
+        observer: Observer | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.n_ctx = session.n_ctx
-        self.n_vocab = n_vocab
+        self.n_ctx = backend.facts.n_ctx
+        self.n_vocab = backend.facts.n_vocab
+        self.identity = identity
         self._vocabulary = vocabulary
-        self._session = session
-        self._chunk = chunk
-        self._can_truncate = can_truncate
-        self._reuse_prefix = reuse_prefix
-        self._idle = idle
+        self._backend = backend
+        self._scheduler: Scheduler[Generation] = Scheduler(backend.facts, limits, reuse=reuse_prefix)
+        self._observer = observer
         self._now = now
-        self._held: list[int] = []  # the tokens in the KV cache
-        self._running: _Running | None = None
-        self._waiting: deque[Generation] = deque()
-        self._wake = threading.Condition()
+        self._wake = threading.Condition(threading.RLock())  # guards the scheduler and the totals
+        self._calls: deque[Callable[[], None]] = deque()  # what other threads want done in this one
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._finished = self._failed = self._cancelled = 0
-        self._prompt_tokens = self._generated_tokens = 0
-        self._problem = ""
+        self._totals = Totals()
 
     # --- from any thread ---------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, request: GenerationRequest, terms: Terms = DEFAULT_TERMS) -> Generation:
         """Queue a request and return its generation at once.
 
-        Raises :class:`ContextLengthError` for a prompt longer than the context and :class:`RequestError` for one
-        that cannot be decoded, for a full queue (status 429) and while closing (503).
+        Raises :class:`ContextLengthError` for a prompt longer than the context, :class:`RequestError` for one that
+        cannot be decoded and while closing (503), :class:`BusyError` (429) where too many requests wait.
         """
         self._check(request)
+        answer = Sequence(request, self._vocabulary, self.n_ctx)
         generation = Generation(request, self._now())
         with self._wake:
             if self._closing:
                 raise _closing_error()
-            if len(self._waiting) >= MAX_WAITING:
-                raise RequestError(
-                    f"{MAX_WAITING} requests are waiting already",
-                    status=429,
-                    code="queue_full",
-                    hint="try again later",
-                )
-            self._waiting.append(generation)
+            self._scheduler.enqueue(Job(answer, terms, generation, generation.submitted))
             self._wake.notify_all()
         return generation
 
     def state(self) -> GatewayState:
         """Return what the gateway does at this moment."""
+        now = self._now()
         with self._wake:
-            running = self._running
+            live = sorted((job for job in self._scheduler.live if not job.ended), key=lambda job: job.admitted or 0.0)
             return GatewayState(
-                running=None if running is None else self._describe(running),
-                waiting=sum(not generation.cancelled for generation in self._waiting),
-                finished=self._finished,
-                failed=self._failed,
-                cancelled=self._cancelled,
-                prompt_tokens=self._prompt_tokens,
-                generated_tokens=self._generated_tokens,
-                problem=self._problem,
+                running=describe_request(live[0], now) if live else None,
+                slots=describe_slots(self._scheduler, now),
+                waiting=sum(not job.owner.cancelled for job in self._scheduler.waiting),
+                saved=len(self._scheduler.saved),
+                saved_bytes=sum(copy.n_bytes for copy in self._scheduler.saved.values()),
+                **asdict(self._totals),
             )
 
+    def holdings(self) -> list[list[int]]:
+        """Return the tokens that each slot's cache holds: what a router needs for affinity."""
+        with self._wake:
+            return [list(holding.tokens) for holding in self._scheduler.holdings]
+
+    def load(self) -> tuple[int, int]:
+        """Return how many requests are live or waiting, and how many slots there are."""
+        with self._wake:
+            return len(self._scheduler.live) + len(self._scheduler.waiting), self._backend.facts.n_sequences
+
+    def save_slot(self, slot: int, path: Path) -> sessions.SessionFile:
+        """Write what an idle slot holds to a file; raises :class:`RequestError` where that is not possible."""
+        return self._in_loop(lambda: self._save_slot(slot, path))
+
+    def restore_slot(self, slot: int, path: Path) -> sessions.SessionFile:
+        """Put a saved file's tokens and state into an idle slot, for the next prompt that begins with them.
+
+        Raises :class:`InputError` for a file that is damaged or from another model or engine.
+        """
+        return self._in_loop(lambda: self._restore_slot(slot, path))
+
+    def erase_slot(self, slot: int) -> int:
+        """Forget what an idle slot holds; return how many tokens that were."""
+        return self._in_loop(lambda: self._erase_slot(slot))
+
     def start(self) -> None:
-        """Start the decode thread."""
+        """Start the thread of the loop."""
         self._thread = threading.Thread(target=self._loop, name="decode", daemon=True)
         self._thread.start()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """End all requests with an error and the decode thread; return False if a step outlasts ``timeout`` seconds.
+        """End all requests with an error and the loop; return False if a step outlasts ``timeout`` seconds.
 
-        The session belongs to the caller. It must not be closed while a step still runs in it.
+        The backend belongs to the caller. It must not be closed while a step still runs in it.
         """
         with self._wake:
             self._closing = True
@@ -193,7 +168,9 @@ class Gateway:
         if self._thread is not None:
             self._thread.join(timeout)
         stopped = self._thread is None or not self._thread.is_alive()
-        self._fail_all(_closing_error())  # whatever the thread does: no reader waits for ever
+        with self._wake:
+            for job in [*self._scheduler.live, *self._scheduler.waiting]:  # whatever the thread does: nobody waits
+                self._fail(job, _closing_error())
         return stopped
 
     def __enter__(self) -> Gateway:
@@ -205,123 +182,265 @@ class Gateway:
     ) -> None:
         self.close()
 
-    # --- the decode thread -------------------------------------------------------------------------------------
+    # --- the loop ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Advance the oldest request by one step of the engine; return False when there is no request.
+        """Advance every answer by one step of the engine; return False when there is nothing to do.
 
-        A step is a chunk of the prompt, or the newest token. The engine appends it to the KV cache; the logits of a
-        prompt's last token, and of each later one, choose the next token, whose text goes to the client. A client
-        that has left is noticed between two steps. An error ends the request, and the KV cache is as before the step.
+        Requests whose client has left or whose time is over end, and their slots are free. Waiting requests, fairly
+        among clients, take the free slots; what the caches have in common with their prompts is kept. Steps are
+        sent, as many as may be under way: each holds the newest token of every answer, and chunks of the prompts.
+        The oldest one's logits choose the next tokens, whose text goes to the clients.
         """
-        running = self._running or self._admit()
-        if running is None:
-            return False
-        try:
-            if running.generation.cancelled:
-                self._finish(running, "cancelled")
-                return True
-            if running.sequence.decoded == 0:
-                self._reuse_cache(running.sequence)
-            step = next_step(running.sequence, self._chunk)
-            logits = self._session.decode(step.tokens)
-            self._note_decoded(running.sequence, step)
-            if step.samples:
-                self._sample(running, logits[-1])
-        except LinkcppError as error:
-            self._fail(running, error)
-        # A defect of ours must not end the loop: the requests behind this one are not at fault.
-        except Exception as error:
-            logger.exception("request %s met a defect", running.generation.request.identifier)
-            self._fail(running, EngineError(f"the gateway failed unexpectedly: {type(error).__name__}: {error}"))
-        return True
+        ended = self._end_unwanted()
+        self._fill_slots()
+        self._send_steps()
+        return self._take_result() or ended
 
     def _loop(self) -> None:
         while not self._closing:
+            while self._calls:
+                self._calls.popleft()()
             if not self.step():
                 self._rest()
 
     def _rest(self) -> None:
         """Wait for a request; look at the workers when none comes."""
         with self._wake:
-            if not self._waiting and not self._closing:
+            if not self._has_work():
                 self._wake.wait(IDLE_SECONDS)
-            if self._waiting or self._closing or self._idle is None:
+            if self._has_work():
                 return
         try:
-            self._idle()
+            self._backend.check()
         except LinkcppError as error:
             logger.warning("%s", error)
 
-    def _admit(self) -> _Running | None:
-        """Take the request that has waited longest and is still wanted."""
+    def _has_work(self) -> bool:
+        return bool(self._closing or self._calls or self._scheduler.waiting or self._scheduler.live)
+
+    def _end_unwanted(self) -> bool:
+        now = self._now()
+        ended = False
+        for job in [*self._scheduler.live, *self._scheduler.waiting]:
+            if job.ended:
+                continue
+            if job.owner.cancelled:
+                self._finish(job, "cancelled")
+                ended = True
+            elif job.deadline is not None and now >= job.deadline:
+                self._fail(job, DeadlineError(job.terms.timeout or 0.0))
+                ended = True
+        if ended:
+            for ticket in self._scheduler.tickets:
+                if all(job.ended for job in self._scheduler.jobs_of(ticket)):
+                    self._backend.cancel(ticket)
+        return ended
+
+    def _fill_slots(self) -> None:
+        while True:
+            with self._wake:
+                admitted = self._scheduler.admit(self._now())
+            if admitted is None:
+                return
+            job, placement = admitted
+            try:
+                keep = self._prepare_cache(placement)
+            except LinkcppError as error:
+                self._fail(job, error)
+                continue
+            with self._wake:
+                self._scheduler.placed(job, keep)
+                self._totals.cached_tokens += keep
+
+    def _send_steps(self) -> None:
+        while True:
+            with self._wake:
+                step = self._scheduler.next_step()
+                if step is None:
+                    return
+                jobs = self._scheduler.jobs_in(step)
+            begun = self._now()
+            try:
+                ticket = self._backend.submit(step.batch(), partial(self._is_wanted, jobs))
+            except LinkcppError as error:
+                for job in jobs:
+                    self._fail(job, error)
+                continue
+            with self._wake:
+                self._scheduler.launched(step, jobs, ticket, begun)
+
+    def _take_result(self) -> bool:
+        """Wait for the oldest step and give every answer its token; False where none is under way."""
+        if not self._scheduler.is_flying:
+            return False
+        try:
+            result = self._backend.collect()
+        except LinkcppError as error:
+            self._lose_all(error)
+            return True
+        now = self._now()
         with self._wake:
-            while self._waiting:
-                generation = self._waiting.popleft()
-                if generation.cancelled:
-                    self._cancelled += 1
-                    continue
-                sequence = Sequence(generation.request, self._vocabulary, self.n_ctx)
-                self._running = _Running(generation, sequence, self._now())
-                return self._running
-        return None
+            step, jobs = self._scheduler.landed(result.ticket, now, None if result.error is None else result.resume)
+        if result.error is not None:
+            # A step that was dropped is no fault of those who still want it: their tokens are sent again.
+            if not isinstance(result.error, StepDroppedError):
+                for job in jobs:
+                    self._fail(job, result.error)
+            return True
+        self._note_step(step.rows, len(jobs))
+        for (segment, rows), job in zip(split_rows(step), jobs, strict=True):
+            prompt = min(segment.start + len(segment.tokens), len(job.answer.request.prompt)) - segment.start
+            self._totals.prompt_tokens += max(0, prompt)
+            if segment.outputs and not job.ended and result.logits is not None:
+                self._sample(job, result.logits[rows][-1])
+        return True
 
-    def _reuse_cache(self, sequence: Sequence) -> None:
-        """Cut the KV cache down to what the new prompt begins with."""
-        keep = 0
-        if self._reuse_prefix and self._session.position == len(self._held):
-            keep = reusable_prefix(self._held, sequence.tokens, can_truncate=self._can_truncate)
-        if keep == 0:
-            self._session.clear()
-        elif keep < len(self._held) and not self._session.truncate(keep):
-            self._session.clear()
-            keep = 0
-        del self._held[keep:]
-        sequence.decoded = sequence.cached = keep
-
-    def _note_decoded(self, sequence: Sequence, step: Step) -> None:
-        self._held.extend(step.tokens)
-        sequence.decoded += len(step.tokens)
-        with self._wake:
-            self._prompt_tokens += max(0, min(sequence.decoded, len(sequence.request.prompt)) - step.start)
-
-    def _sample(self, running: _Running, logits: FloatArray) -> None:
+    def _sample(self, job: _Job, logits: FloatArray) -> None:
         """Choose the next token, deliver its text, and end the request if it was the last one."""
-        delta = running.sequence.accept(logits)
-        with self._wake:
-            self._generated_tokens += 1
-            if running.first_token is None:
-                running.first_token = self._now()
+        try:
+            with self._wake:
+                delta = job.answer.accept(logits)
+                self._totals.generated_tokens += 1
+                if job.first_token is None:
+                    job.first_token = self._now()
+        except LinkcppError as error:
+            self._fail(job, error)
+            return
+        # A defect of ours must not end the loop: the other requests are not at fault.
+        except Exception as error:
+            logger.exception("request %s met a defect", job.answer.request.identifier)
+            self._fail(job, EngineError(f"the gateway failed unexpectedly: {type(error).__name__}: {error}"))
+            return
         if delta.text or delta.tokens:
-            running.generation.deliver(delta)
-        if running.sequence.finish_reason is not None:
-            self._finish(running, running.sequence.finish_reason)
+            job.owner.deliver(delta)
+        if job.answer.finish_reason is not None:
+            self._finish(job, job.answer.finish_reason)
 
-    def _finish(self, running: _Running, reason: FinishReason) -> None:
+    # --- caches ------------------------------------------------------------------------------------------------
+
+    def _prepare_cache(self, placement: Placement) -> int:
+        """Make a slot hold the beginning of its prompt; return how many tokens of it, 0 where the backend refused."""
+        backend, slot, keep = self._backend, placement.slot, placement.keep
+        if placement.recall is not None:  # first, so that it is not what the rescued one takes the room of
+            with self._wake:
+                self._scheduler.note_recalled(placement.recall)
+        if placement.rescue:
+            self._rescue(slot)
+        if placement.recall is not None:
+            good = backend.recall(slot, placement.recall)
+        elif placement.copy_from is not None:
+            good = backend.apply(Copy(placement.copy_from, slot))
+        else:
+            good = True
+        if good and keep and backend.apply(Remove(slot, keep)):
+            return keep
+        backend.apply(Remove(slot))
+        return 0
+
+    def _rescue(self, slot: int) -> None:
+        """Save what a slot is about to lose, and drop the oldest copies beyond the memory limit."""
         with self._wake:
-            self._running = None
+            tokens, key = self._scheduler.former_tokens(slot), self._scheduler.new_key()
+        n_bytes = self._backend.save(slot, key)
+        if n_bytes is None:
+            return
+        with self._wake:
+            dropped = self._scheduler.note_saved(key, tokens, n_bytes)
+        for old in dropped:
+            self._backend.forget(old)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: _Job, reason: FinishReason) -> None:
+        now = self._now()
+        with self._wake:
+            if job.ended:
+                return
+            self._scheduler.release(job, now)
             if reason == "cancelled":
-                self._cancelled += 1
+                self._totals.cancelled += 1
             else:
-                self._finished += 1
-                self._problem = ""
-        running.generation.deliver(Finished(reason, running.sequence.usage, self._timings(running)))
+                self._totals.finished += 1
+                self._totals.problem = ""
+        self._end(job, Finished(reason, job.answer.usage, timings(job, now)))
 
-    def _fail(self, running: _Running, error: LinkcppError) -> None:
+    def _fail(self, job: _Job, error: LinkcppError) -> None:
         with self._wake:
-            self._running = None
-            self._failed += 1
-            self._problem = str(error)
-        running.generation.deliver(Failed(error))
+            if job.ended:
+                return
+            self._scheduler.release(job, self._now())
+            self._totals.failed += 1
+            self._totals.problem = str(error)
+        self._end(job, Failed(error))
 
-    def _fail_all(self, error: LinkcppError) -> None:
-        if self._running is not None:
-            self._fail(self._running, error)
+    def _end(self, job: _Job, event: Finished | Failed) -> None:
+        job.owner.deliver(event)
+        if self._observer is not None:
+            self._observer.request_ended(job.answer.request, event)
+
+    def _lose_all(self, error: LinkcppError) -> None:
+        """End everything that is under way: the backend is lost, and with it its caches."""
         with self._wake:
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        for generation in waiting:
-            generation.deliver(Failed(error))
+            for ticket in self._scheduler.tickets:
+                _, jobs = self._scheduler.landed(ticket, self._now(), {})
+                for job in jobs:
+                    self._fail(job, error)
+            self._scheduler.forget_caches()
+
+    # --- slots by hand -----------------------------------------------------------------------------------------
+
+    def _in_loop(self, call: Callable[[], sessions.Result]) -> sessions.Result:
+        """Run a call in the thread of the loop, between two steps, and return what it returns."""
+        future: Future[sessions.Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._thread is None:
+            run()
+        else:
+            with self._wake:
+                if self._closing:
+                    raise _closing_error()
+                self._calls.append(run)
+                self._wake.notify_all()
+        return future.result()
+
+    def _idle_tokens(self, slot: int) -> list[int]:
+        if not 0 <= slot < self._backend.facts.n_sequences:
+            raise RequestError(f"there is no slot {slot}", status=404, code="slot_not_found")
+        tokens = self._scheduler.free_slot(slot)
+        if tokens is None:
+            raise RequestError(f"slot {slot} is answering a request", status=409, code="slot_busy")
+        return tokens
+
+    def _save_slot(self, slot: int, path: Path) -> sessions.SessionFile:
+        tokens = self._idle_tokens(slot)
+        state = self._backend.dump(slot) if tokens else None
+        if state is None:
+            raise RequestError(f"slot {slot} holds nothing that could be saved", code="slot_empty")
+        return sessions.write(path, self.identity, tokens, state)
+
+    def _restore_slot(self, slot: int, path: Path) -> sessions.SessionFile:
+        self._idle_tokens(slot)
+        file, state = sessions.read(path, self.identity)
+        good = len(file.tokens) <= self.n_ctx and self._backend.load(slot, state)
+        with self._wake:
+            self._scheduler.note_held(slot, file.tokens if good else ())
+        if not good:
+            raise RequestError(f"{path.name} does not fit into a slot", code="slot_too_small")
+        return file
+
+    def _erase_slot(self, slot: int) -> int:
+        count = len(self._idle_tokens(slot))
+        self._backend.apply(Remove(slot))
+        with self._wake:
+            self._scheduler.note_held(slot, ())
+        return count
 
     # --- values ------------------------------------------------------------------------------------------------
 
@@ -335,28 +454,18 @@ class Gateway:
             if tokens and not (min(tokens) >= 0 and max(tokens) < self.n_vocab):
                 raise RequestError(f"{what} holds a token id outside 0 to {self.n_vocab - 1}", param=what)
 
-    def _describe(self, running: _Running) -> RunningRequest:
-        sequence = running.sequence
-        return RunningRequest(
-            identifier=running.generation.request.identifier,
-            phase="prefill" if running.first_token is None else "decode",
-            prompt_tokens=len(sequence.request.prompt),
-            generated_tokens=sequence.generated,
-            tokens_per_second=_rate(sequence.generated - 1, self._timings(running).decode),
-        )
-
-    def _timings(self, running: _Running) -> Timings:
+    def _is_wanted(self, jobs: tuple[_Job, ...]) -> bool:
+        """Tell whether anybody still waits for a step; asked while it is computed, in any thread."""
         now = self._now()
-        first = running.first_token if running.first_token is not None else now
-        return Timings(
-            queued=running.admitted - running.generation.submitted,
-            prefill=first - running.admitted,
-            decode=now - first,
-        )
+        return any(not job.owner.cancelled and (job.deadline is None or now < job.deadline) for job in jobs)
 
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 and count > 0 else 0.0
+    def _note_step(self, rows: int, sequences: int) -> None:
+        with self._wake:
+            self._totals.steps += 1
+            self._totals.rows += rows
+            self._totals.sequences += sequences
+        if self._observer is not None:
+            self._observer.step_ended(StepFigures(rows, sequences))
 
 
 def _closing_error() -> RequestError:

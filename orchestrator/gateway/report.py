@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from orchestrator.dispatch.exchange import DispatchStatistics, WorkerStatistics
-from orchestrator.gateway.gateway import GatewayState
+from orchestrator.gateway.state import GatewayState
 from orchestrator.status.rates import TotalSeries
 from orchestrator.status.snapshot import FleetSnapshot, RequestSnapshot, WorkerSnapshot, WorkerState
 
