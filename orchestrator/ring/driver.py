@@ -133,6 +133,27 @@ class Driver:
         self._follow(instructions)
         return True
 
+    def replay(self, plan: Iterable[TokenBatch | RingOperation]) -> int:
+        """Do a journal's plan (``replay.py``) on empty caches and wait; return how many tokens were fed.
+
+        Raises:
+            LinkcppError: a stage failed again; what was done until then stays.
+        """
+        fed = 0
+        failure: LinkcppError | None = None
+        for doing in plan:
+            if isinstance(doing, TokenBatch):
+                self.submit(doing)
+                fed += len(doing)
+            else:
+                self.apply(doing)
+        self.settle()
+        while self.busy:
+            failure = failure or self.collect().error
+        if failure is not None:
+            raise failure
+        return fed
+
     def settle(self) -> None:
         """Wait until nothing is in flight; completions stay to be collected."""
         while self._state.oldest is not None:
