@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from orchestrator.errors import InputError
 from orchestrator.onboarding.children import answer_order
@@ -25,6 +26,8 @@ def job(order: Mapping[str, object]) -> Mapping[str, object]:
             sys.stderr.flush()
             os.abort()
         case "hang":
+            if "mark" in order:
+                Path(str(order["mark"])).write_text(str(os.getpid()), encoding="utf-8")
             time.sleep(60)
     os._exit(0)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -251,6 +255,24 @@ def test_a_job_that_fails_says_why_in_one_line(how: str, words: str) -> None:
 def test_a_job_that_hangs_is_ended() -> None:
     with pytest.raises(JobFailedError, match=r"no answer within 1\.5 s"):
         run_job("tests.jobs", {"how": "hang"}, timeout=1.5)
+
+
+def test_a_job_ends_with_its_parent(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    script = (
+        "import sys\n"
+        "from orchestrator.onboarding.children import run_job\n"
+        "run_job('tests.jobs', {'how': 'hang', 'mark': sys.argv[1]}, timeout=60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, str(mark)], cwd=PAGE.parents[1])
+    deadline = time.monotonic() + 60
+    while not mark.exists() or not mark.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child = psutil.Process(int(mark.read_text()))
+    parent.kill()
+    parent.wait()
+    child.wait(timeout=30)
 
 
 def test_rows_are_of_what_can_be_made() -> None:

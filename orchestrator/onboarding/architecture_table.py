@@ -192,6 +192,7 @@ def _notes(result: ArchitectureResult) -> str:
         notes.append(f"{descriptors.calls} groups of experts in each layer")
     if descriptors is not None and descriptors.weight_before_ffn:
         notes.append("weights travel with the rows")
+    notes += [f"sum over {count}: {cell.reason}" for count, cell in _cells(result, Contract.SUM) if not cell.passed]
     return "; ".join(notes)
 
 

@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,8 @@ from orchestrator.errors import EngineError, LinkcppError
 
 _PACKAGE_PARENT: Final = Path(__file__).resolve().parents[2]
 _LONGEST_REASON: Final = 300
+_LOOK_SECONDS: Final = 1.0
+_CLEAN_SECONDS: Final = 10.0
 _TELLING: Final = ("GGML_ASSERT", "GGML_ABORT", "error", "Error")
 
 
@@ -62,7 +66,11 @@ def run_job(
 
 
 def answer_order(job: Callable[[Mapping[str, object]], Mapping[str, object]]) -> None:
-    """Be the other side of :func:`run_job`: read the order, do the job, print the answer or the error's words."""
+    """Be the other side of :func:`run_job`: read the order, do the job, print the answer or the error's words.
+
+    A job whose parent is gone ends: nobody would read its answer.
+    """
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
     order = json.loads(sys.argv[1])
     try:
         answer = job(order)
@@ -70,6 +78,14 @@ def answer_order(job: Callable[[Mapping[str, object]], Mapping[str, object]]) ->
         answer = {"error": str(error).splitlines()[0]}
     sys.stdout.write("\n" + json.dumps(answer, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would: what was made is cleaned up
+    time.sleep(_CLEAN_SECONDS)
+    os._exit(1)  # the engine computes, or the signal is ignored
 
 
 def _last_object(text: str) -> dict[str, object] | None:
