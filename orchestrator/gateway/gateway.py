@@ -83,6 +83,7 @@ class Gateway:
     ) -> None:
         self.n_ctx = backend.facts.n_ctx
         self.n_vocab = backend.facts.n_vocab
+        self.cuttable = backend.facts.cuttable
         self.identity = identity
         self._vocabulary = vocabulary
         self._backend = backend
@@ -136,6 +137,11 @@ class Gateway:
         """Return how many requests are live or waiting, and how many slots there are."""
         with self._wake:
             return len(self._scheduler.live) + len(self._scheduler.waiting), self._backend.facts.n_sequences
+
+    @property
+    def is_up(self) -> bool:
+        """Tell whether the last request that ended did not fail."""
+        return not self._totals.problem
 
     def save_slot(self, slot: int, path: Path) -> sessions.SessionFile:
         """Write what an idle slot holds to a file; raises :class:`RequestError` where that is not possible."""

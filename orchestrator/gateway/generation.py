@@ -24,7 +24,13 @@ class Generation:
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
         self._listener: Callable[[], None] | None = None
-        self._ended = False
+        self._ended = False  # the reader has had the last event
+        self._delivered_last = False
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the gateway has delivered the last event."""
+        return self._delivered_last
 
     @property
     def cancelled(self) -> bool:
@@ -39,6 +45,7 @@ class Generation:
         """Hand an event to the reader; called by the gateway, from any thread."""
         with self._changed:
             self._events.append(event)
+            self._delivered_last = isinstance(event, Finished | Failed)
             listener, self._listener = self._listener, None
             self._changed.notify_all()
         if listener is not None:

@@ -118,7 +118,8 @@ def _place_by_slots(slots: Sequence[Holding], free: Sequence[int], keeps: Sequen
     lost = len(slots[here].tokens) - keeps[here]
     if keeps[here] and lost <= keeps[here] // 2 and keeps[there] <= keeps[here] + WORTH_COPYING:
         return Placement(here, keeps[here])
-    victim = _least_recent(slots, [index for index in free if index != there] or free)
+    useless = [index for index in free if index != there or not keeps[there]]
+    victim = _least_recent(slots, useless or free)
     if victim != there and keeps[there] > keeps[victim] + WORTH_COPYING:
         return Placement(victim, keeps[there], copy_from=there)
     return Placement(victim, keeps[victim])
