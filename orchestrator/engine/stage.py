@@ -95,8 +95,10 @@ class StageContext:
 
     @property
     def descriptors(self) -> tuple[LayerDescriptor, ...]:
-        """The MoE calls that the exchange computes, in graph order."""
-        return self.context.descriptors
+        """The MoE calls of these layers, which the exchange computes, in graph order."""
+        return tuple(
+            found for found in self.context.descriptors if self.layers.first <= found.layer < self.layers.last
+        )
 
     @property
     def cuttable(self) -> bool:

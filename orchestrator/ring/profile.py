@@ -39,7 +39,7 @@ class StageProfile:
     pid: int
     n_threads: int
     identity: EngineIdentity
-    model_sha256: str
+    model_sha256: str  # empty: unknown, only of the gateway
     architecture: str
     facts: RingFacts
     n_ubatch: int
@@ -102,7 +102,7 @@ def agree(profiles: Sequence[StageProfile]) -> RingFacts:
 
 def _differences(first: StageProfile, other: StageProfile) -> list[str]:
     pairs: list[tuple[str, object, object]] = [
-        ("model file", first.model_sha256[:12], other.model_sha256[:12]),
+        ("model file", first.model_sha256[:12] or other.model_sha256[:12], other.model_sha256[:12]),
         ("layers", first.facts.n_layer, other.facts.n_layer),
         ("vocabulary", first.facts.n_vocab, other.facts.n_vocab),
         ("engine build", first.identity.build, other.identity.build),

@@ -124,7 +124,8 @@ class RingState:
         self._require()
         if len(batch) > self.facts.n_batch:
             raise InputError(f"a step of {len(batch)} tokens; at most {self.facts.n_batch} fit")
-        if not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < self.facts.n_vocab:
+        tokens = batch.tokens.tolist()
+        if not 0 <= min(tokens) <= max(tokens) < self.facts.n_vocab:
             raise InputError(f"token ids must be from 0 to {self.facts.n_vocab - 1}")
         before = self.positions.append(batch)
         return step_item(self._enter(batch, None, before), batch)

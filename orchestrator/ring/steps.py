@@ -31,8 +31,8 @@ class TokenBatch:
     outputs: BoolArray
 
     def __post_init__(self) -> None:
-        sizes = {len(self.tokens), len(self.positions), len(self.sequences), len(self.outputs)}
-        if len(sizes) != 1 or sizes == {0}:
+        n = len(self.tokens)
+        if not n or len(self.positions) != n or len(self.sequences) != n or len(self.outputs) != n:
             raise InputError("a batch needs at least one token, and as many positions, sequences and outputs")
 
     def __len__(self) -> int:
@@ -41,6 +41,8 @@ class TokenBatch:
     @property
     def n_outputs(self) -> int:
         """Rows of logits that this batch asks for."""
+        if len(self.tokens) == 1:
+            return int(bool(self.outputs[0]))
         return int(np.count_nonzero(self.outputs))
 
     def starts(self) -> dict[int, int]:
@@ -50,6 +52,8 @@ class TokenBatch:
 
     def split(self, size: int) -> tuple[TokenBatch, ...]:
         """Cut into batches of at most ``size`` tokens, in order."""
+        if len(self) <= size:
+            return (self,)
         return tuple(
             TokenBatch(
                 self.tokens[i : i + size],

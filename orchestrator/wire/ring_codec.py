@@ -6,6 +6,7 @@ the rows of the star. The others are control messages.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -49,6 +50,12 @@ def push_step(message: Step) -> list[bytes | memoryview]:
     """Write a step as the pieces of its payload; the last may share the message's memory."""
     n, boundary, spent = len(message.tokens), message.boundary, message.spent
     size = len(boundary)
+    if n == 1 and not size % 4:
+        # Single tokens are most of all steps. Behind a computation no code is in the processor's caches any more,
+        # and then each numpy call takes 5 to 10 us.
+        values = message.tokens.item(), message.positions.item(), message.sequences.item(), message.outputs.item()
+        one = _step_of_one(len(spent)).pack(1, size, message.layer, RAW, len(spent), *values, *spent)
+        return [one, boundary] if size else [one]
     head = b"".join(
         (
             STEP.pack(n, size, message.layer, RAW, len(spent)),
@@ -68,6 +75,11 @@ def push_step(message: Step) -> list[bytes | memoryview]:
     return pieces
 
 
+@functools.cache
+def _step_of_one(n_spent: int) -> struct.Struct:
+    return struct.Struct(f"{STEP.format}3i?3x{n_spent}I")
+
+
 def pull_step(sequence: int, payload: memoryview) -> Step:
     """Read a step; arrays and boundary are views into the payload.
 
@@ -83,12 +95,13 @@ def pull_step(sequence: int, payload: memoryview) -> Step:
     boundary_at = spent_at + 4 * n_spent
     if not n or codec != RAW or size != boundary_at + n_bytes + -n_bytes % 4:
         raise ProtocolError(f"a STEP of {size} bytes says {n} tokens, {n_bytes} bytes of boundary, codec {codec}")
+    numbers = np.frombuffer(payload, _I32, 3 * n, STEP.size)
     return Step(
         sequence,
         layer,
-        np.frombuffer(payload, _I32, n, STEP.size),
-        np.frombuffer(payload, _I32, n, STEP.size + 4 * n),
-        np.frombuffer(payload, _I32, n, STEP.size + 8 * n),
+        numbers[:n],
+        numbers[n : 2 * n],
+        numbers[2 * n :],
         np.frombuffer(payload, np.uint8, n, flags_at) != 0,
         struct.unpack_from(f"<{n_spent}I", payload, spent_at),
         payload[boundary_at : boundary_at + n_bytes],
