@@ -33,3 +33,17 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         return path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def synthetic_like(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Path]]:
+    """Make a model with the true shape of a known one once per run."""
+    folder = tmp_path_factory.mktemp("faithful")
+
+    def make(architecture: str, like: str) -> Path:
+        path = folder / f"{like}.gguf"
+        if not path.exists():
+            synth(architecture, path, like=like)
+        return path
+
+    return make

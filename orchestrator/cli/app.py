@@ -35,6 +35,8 @@ COMMANDS: Final = {
     "models": "List the models: status, sizes, wire, context, machines.",
     "worker": "Compute experts of a model for other machines.",
     "stage": "Compute some layers of a model as a stage of a ring.",
+    "plan": "Lay a model over machines, and say why so.",
+    "deploy": "Start the processes of a deployment.",
     "onboard": "Prove that a model gives the same answers over workers.",
     "serve": "Answer OpenAI-style requests with a model over workers.",
     "chat": "Talk with a model in the terminal.",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from orchestrator.planner.inventory import Layer, Load, ModelFacts
@@ -60,3 +60,24 @@ def cache_bytes(layer: Layer, load: Load) -> int:
 
 def _sums(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(accumulate(values, initial=0))
+
+
+def with_times(facts: ModelFacts, times: Mapping[tuple[int, int], float]) -> tuple[ModelFacts, float]:
+    """Replace what layers read by what would take as long as was measured, the output's share with the last layer's.
+
+    ``times`` has the seconds of one token of (first, last) layers, all layers once. Returns the facts and the bytes
+    per second of the machine that was measured.
+    """
+    total = sum(layer.read for layer in facts.layers) + facts.output_read
+    speed = total / max(sum(times.values()), 1e-9)
+    layers = list(facts.layers)
+    for (first, last), seconds in times.items():
+        output = facts.output_read if last == facts.n_layer else 0
+        read = max(sum(layer.read for layer in layers[first:last]) + output, 1)
+        for number in range(first, last):
+            own = layers[number].read + (output if number == last - 1 else 0)
+            factor = seconds * speed / read
+            layers[number] = replace(
+                layers[number], read=int(own * factor), expert_read=int(layers[number].expert_read * factor)
+            )
+    return replace(facts, layers=tuple(layers), output_read=0, measured=True), speed

@@ -59,8 +59,13 @@ def star_seconds(plan: StarPlan, network: Network) -> float:
     return plan.seconds + plan.facts.n_expert_layers * farthest
 
 
-def decide(ring: RingPlan | None, star: StarPlan | None, gateway: Node, network: Network) -> Decision:
-    """Weigh a ring against a star (of which at least one is possible) and say in words what decides."""
+def decide(
+    ring: RingPlan | None, star: StarPlan | None, gateway: Node, network: Network, *, asked: bool = False
+) -> Decision:
+    """Weigh a ring against a star (of which at least one is there) and say in words what decides.
+
+    ``asked`` says that one of them is missing because the other was asked for.
+    """
     reasons: list[str] = []
     ring_time = star_time = None
     if ring is not None:
@@ -82,7 +87,8 @@ def decide(ring: RingPlan | None, star: StarPlan | None, gateway: Node, network:
         )
     decision = Decision(ring_time, star_time, ())
     if ring_time is None or star_time is None:
-        verdict = "a ring, because a star is not possible" if ring is not None else "a star, because no ring fits"
+        kind, other = ("a ring", "a star") if ring is not None else ("a star", "a ring")
+        verdict = f"{kind}, as asked" if asked else f"{kind}, because {other} is not possible"
     else:
         better, worse = sorted((ring_time, star_time))
         kind = "a ring" if decision.is_ring else "a star"

@@ -43,6 +43,11 @@ class ChildProcess:
         """Process id as of the last start, None before the first."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended (negative: the signal), None while it runs or before it was started."""
+        return None if self._process is None else self._process.poll()
+
     def start(self, arguments: Sequence[str]) -> None:
         """Start ``linkcpp ARGUMENTS --json --until-stdin-ends``; raise :class:`WorkerLostError` if that cannot be."""
         self._errors.seek(0)

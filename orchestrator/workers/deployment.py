@@ -1,0 +1,222 @@
+"""Start the processes of a deployment on this machine, keep them running, and make sure that they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from orchestrator.errors import FleetError, InputError, LinkcppError, WorkerLostError
+from orchestrator.models.deployment import Deployment, StageEntry, WorkerEntry, is_loopback
+from orchestrator.transport.base import parse_address
+from orchestrator.transport.tcp import connect
+from orchestrator.workers.child import ChildProcess, end_processes
+
+ANY_PORT: Final = "127.0.0.1:0"
+
+RESTART_SECONDS: Final = 5.0
+"""A process that ended is started again, but not sooner than so long after its last start."""
+
+_TRY_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Process:
+    entry: StageEntry | WorkerEntry
+    kind: str  # stage, spare, worker
+    child: ChildProcess
+    arguments: list[str]
+    started: float = 0.0
+    down: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process that was started here."""
+
+    name: str
+    kind: str
+    holds: str
+    address: str
+    pid: int
+
+
+class DeployedProcesses:
+    """The processes of a deployment that belong to this machine, ready when the ``with`` block begins.
+
+    ``node`` takes those of one machine, at their addresses; None takes all of them, with addresses of other machines
+    replaced by ports of this one. ``threads`` holds for entries that say nothing. ``timeout`` in seconds is for the
+    start of all expert workers, and of all stages.
+
+    Raises:
+        InputError: the deployment has no process here.
+        WorkerLostError: one did not become ready; the message ends with what it said.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        model_path: Path,
+        *,
+        node: str | None = None,
+        threads: int | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        if node is not None and node not in deployment.nodes:
+            known = ", ".join(deployment.nodes) or "none"
+            raise InputError(f"the deployment has no machine {node!r}", hint=f"it knows {known}")
+        self._deployment = deployment
+        self._model = str(model_path)
+        self._node = node
+        self._threads = threads
+        self._timeout = timeout
+        self._processes: list[_Process] = []
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment with the addresses at which its processes are."""
+        found = {process.entry.name: process.child.address for process in self._processes}
+
+        def stage(entry: StageEntry) -> StageEntry:
+            return replace(entry, address=found.get(entry.name, entry.address))
+
+        def worker(entry: WorkerEntry) -> WorkerEntry:
+            return replace(entry, address=found.get(entry.name, entry.address))
+
+        return replace(
+            self._deployment,
+            model=self._model,
+            stages=tuple(map(stage, self._deployment.stages)),
+            spares=tuple(map(stage, self._deployment.spares)),
+            workers=tuple(map(worker, self._deployment.workers)),
+        )
+
+    @property
+    def running(self) -> tuple[Running, ...]:
+        """What was started, with the process ids of the last start."""
+        return tuple(
+            Running(p.entry.name, p.kind, _holds(p.entry), p.child.address, p.child.pid or 0) for p in self._processes
+        )
+
+    def __enter__(self) -> DeployedProcesses:
+        plan = self._deployment
+        try:
+            # Workers first: a stage connects to its own before it is ready.
+            self._launch([(entry, "worker") for entry in plan.workers])
+            stages = [(entry, "stage") for entry in plan.stages] + [(entry, "spare") for entry in plan.spares]
+            self._launch(stages)
+            if not self._processes:
+                raise InputError(f"no process of the deployment belongs to {self._node or 'this machine'}")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def tend(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        """Look after the processes, once: start again what ended, and say so. Never raises for a process."""
+        for process in self._processes:
+            code = process.child.exit_code
+            if code is None:
+                continue
+            if not process.down:
+                say(f"{process.entry.name} ended with {_ending(code)}{_quote(process.child.tail())}")
+                process.down = True
+            if now() - process.started < RESTART_SECONDS:
+                continue
+            try:
+                self._start(process, process.child.address)
+                process.child.wait_ready(time.monotonic() + self._timeout, self._timeout)
+            except LinkcppError as error:
+                say(f"{process.entry.name} could not be started again: {error}")
+            else:
+                process.down = False
+                say(f"{process.entry.name} runs again at {process.child.address}, process {process.child.pid}")
+
+    def close(self) -> None:
+        """End all processes: in order, and by force those that do not."""
+        children = [process.child for process in self._processes]
+        end_processes(children)
+        for child in children:
+            child.close()
+        self._processes.clear()
+
+    # --- starting ---------------------------------------------------------------------------------------------
+
+    def _launch(self, entries: Sequence[tuple[StageEntry | WorkerEntry, str]]) -> None:
+        begun = []
+        for entry, kind in entries:
+            if self._node is not None and entry.node != self._node:
+                continue
+            process = _Process(entry, kind, ChildProcess(entry.name), self._arguments(entry))
+            self._processes.append(process)
+            self._start(process, self._listen(entry))
+            begun.append(process)
+        # All load at the same time; the deadline is one for all of them, counted from here.
+        deadline = time.monotonic() + self._timeout
+        for process in begun:
+            process.child.wait_ready(deadline, self._timeout)
+
+    def _start(self, process: _Process, address: str) -> None:
+        process.started = time.monotonic()
+        process.child.start([*process.arguments, "--name", process.entry.name, "--listen", address])
+
+    def _listen(self, entry: StageEntry | WorkerEntry) -> str:
+        return entry.address if self._node is not None or is_loopback(entry.address) else ANY_PORT
+
+    def _arguments(self, entry: StageEntry | WorkerEntry) -> list[str]:
+        threads = entry.threads or self._threads
+        common = [self._model, *(["--threads", str(threads)] if threads else [])]
+        if isinstance(entry, WorkerEntry):
+            arguments = ["worker", *common]
+            for option, value in (("--experts", entry.experts), ("--layers", entry.layers)):
+                arguments += [option, value] if value else []
+            return arguments
+        arguments = ["stage", *common]
+        for first, last in entry.layers:
+            arguments += ["--layers", f"{first}:{last}"]
+        arguments += ["--ctx", str(self._deployment.context), "--sequences", str(self._deployment.sequences)]
+        for worker in self._deployment.workers_of(entry.name):
+            arguments += ["--worker", self._address_of(worker)]
+        return arguments
+
+    def _address_of(self, worker: WorkerEntry) -> str:
+        """Return where a worker is, and wait for it where another machine starts it."""
+        own = next((process.child.address for process in self._processes if process.entry is worker), None)
+        if own is not None:
+            return own
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                connect(parse_address(worker.address), _TRY_SECONDS).close()
+            except FleetError as error:
+                if time.monotonic() > deadline:
+                    raise WorkerLostError(
+                        f"does not answer at {worker.address} after {self._timeout:g} s",
+                        worker=worker.name,
+                        hint="start it with `linkcpp deploy` on its machine",
+                    ) from error
+                time.sleep(_TRY_SECONDS / 2)
+            else:
+                return worker.address
+
+
+def _holds(entry: StageEntry | WorkerEntry) -> str:
+    if isinstance(entry, WorkerEntry):
+        return f"experts {entry.experts or 'all'} of layers {entry.layers or 'all'}"
+    return "layers " + ", ".join(f"{first}:{last}" for first, last in entry.layers)
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def _quote(tail: str) -> str:
+    return f"; it said:\n{tail}" if tail else " and said nothing"
