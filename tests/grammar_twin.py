@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterator, Sequence
 
@@ -126,6 +127,22 @@ class Author:
         self._rules = parse_grammar(grammar)
         self._random = random.Random(seed)
         self._alphabet = alphabet
+        # The length of each rule's shortest text: what ends soonest is written once the budget is spent.
+        self._shortest = dict.fromkeys(self._rules, math.inf)
+        while True:
+            found = {name: self._length(rule) for name, rule in self._rules.items()}
+            if found == self._shortest:
+                break
+            self._shortest = found
+
+    def _length(self, element: Element) -> float:
+        if isinstance(element, Reference):
+            return self._shortest[element.name]
+        if isinstance(element, Repeat):
+            return element.low * self._length(element.element) if element.low else 0
+        if isinstance(element, Choice):
+            return min(sum(map(self._length, sequence)) for sequence in element.alternatives)
+        return 1
 
     def text(self, budget: int = 60) -> str:
         self._left = budget
@@ -139,9 +156,9 @@ class Author:
             return self._character(element)
         if isinstance(element, Choice):
             sequences = element.alternatives
-            if self._left < 0:  # take the way that ends soonest
-                return min((self._shortest(sequence) for sequence in sequences), key=len)
-            return "".join(self._write(item) for item in self._random.choice(sequences))
+            if self._left < 0:
+                return "".join(map(self._write, min(sequences, key=lambda items: sum(map(self._length, items)))))
+            return "".join(map(self._write, self._random.choice(sequences)))
         if isinstance(element, Repeat):
             most = element.low + (3 if element.high is None else min(3, element.high - element.low))
             count = element.low if self._left < 0 else self._random.randint(element.low, most)
@@ -154,33 +171,3 @@ class Author:
             low, high = self._random.choice(element.ranges)
             fitting = [chr(self._random.randint(low, min(high, low + 30)))]
         return self._random.choice(fitting)
-
-    def _shortest(self, sequence: tuple[Element, ...]) -> str:
-        """Return one of the shortest texts of a sequence, by trying depths one after the other."""
-        for depth in range(1, 40):
-            text = self._bounded(sequence, depth)
-            if text is not None:
-                return text
-        raise AssertionError("this grammar has no short text")
-
-    def _bounded(self, sequence: tuple[Element, ...], depth: int) -> str | None:
-        if depth == 0:
-            return None
-        texts = []
-        for item in sequence:
-            text = self._bounded_item(item, depth)
-            if text is None:
-                return None
-            texts.append(text)
-        return "".join(texts)
-
-    def _bounded_item(self, element: Element, depth: int) -> str | None:
-        if isinstance(element, Reference):
-            return self._bounded_item(self._rules[element.name], depth)
-        if isinstance(element, Characters):
-            return self._character(element)
-        if isinstance(element, Repeat):
-            return self._bounded((element.element,) * element.low, depth) if element.low else ""
-        assert isinstance(element, Choice)
-        found = (self._bounded(sequence, depth - 1) for sequence in element.alternatives)
-        return min((text for text in found if text is not None), key=len, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _NO_NAME: Final = re.compile(r"[^a-zA-Z0-9]+")
@@ -93,37 +93,40 @@ def _code(value: int) -> str:
 
 
 class Words:
-    """A set of words as a tree of their letters, so that a grammar has one way to read each beginning."""
+    """A set of words as a tree of their letters, so that a grammar has one way to read each beginning.
 
-    def __init__(self, words: Iterable[str]) -> None:
+    A mapping gives each word what follows it, as an element.
+    """
+
+    def __init__(self, words: Iterable[str] | Mapping[str, str]) -> None:
         self._children: dict[str, Words] = {}
-        self._ends = False
-        for word in words:
-            self._insert(word)
+        self._then: str | None = None  # what follows the word that ends here
+        for word, then in words.items() if isinstance(words, Mapping) else ((word, "") for word in words):
+            self._insert(word, then)
 
-    def _insert(self, word: str) -> None:
+    def _insert(self, word: str, then: str) -> None:
         node = self
         for letter in word:
             node = node._children.setdefault(letter, Words(()))
-        node._ends = True
+        node._then = then
 
     def any_of(self, writer: GrammarWriter, hint: str) -> str:
-        """Return an element that reads one of the words."""
-        alternatives = ['""'] if self._ends else []
+        """Return an element that reads one of the words and what follows it."""
+        alternatives = [] if self._then is None else [self._then or '""']
         for letter, child in self._children.items():
             run, node = letter, child
-            while len(node._children) == 1 and not node._ends:
+            while len(node._children) == 1 and node._then is None:
                 ((following, node),) = node._children.items()
                 run += following
-            is_end = node._ends and not node._children
-            alternatives.append(literal(run) if is_end else f"{literal(run)} {node.any_of(writer, hint)}")
+            rest = node.any_of(writer, hint)
+            alternatives.append(literal(run) if rest == '""' else f"{literal(run)} {rest}")
         body = " | ".join(alternatives)
         return writer.add(hint, body) if len(alternatives) > 1 else body
 
     def none_of(self, writer: GrammarWriter, hint: str, letters: str) -> str:
         """Return an element that reads any word over some letters (ranges inside of a set) but these."""
         here = "".join(_code(ord(letter)) for letter in self._children)
-        alternatives = [] if self._ends else ['""']
+        alternatives = ['""'] if self._then is None else []
         alternatives.append(f"[^{here}{letters}] [^{letters}]*")
         for letter, child in self._children.items():
             alternatives.append(f"{literal(letter)} {child.none_of(writer, hint, letters)}")
