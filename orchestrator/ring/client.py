@@ -16,7 +16,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -57,6 +57,8 @@ from orchestrator.wire.ring_messages import (
     Route,
     Step,
 )
+
+_TRAVELLERS: Final = (Step, Outcome, Operate)
 
 _BRIEF: Final = 0.003
 """Seconds of looking for bytes without sleep, where the last wait was as short (see transport/sockets.py)."""
@@ -264,23 +266,34 @@ class Ring(Driver):
         return behind.address
 
     def replace(self, address: str, spare: str) -> RingFacts:
-        """Put the process at ``spare`` in the place of the one at ``address``, and begin with empty sequences.
+        """Put the process at ``spare`` in the place of the one at ``address``; see :meth:`replace_all`."""
+        return self.replace_all({address: spare})
 
-        The spare must hold the same layers. Completions that were not collected stay to be collected. On an error
-        the ring stays broken, and this may be called again with another spare.
+    def replace_all(self, spares: Mapping[str, str]) -> RingFacts:
+        """Put processes in the places of others (address -> spare), and begin with empty sequences.
+
+        A spare must hold the same layers, and may be the same process, started again. Completions that were not
+        collected stay to be collected. On an error the ring stays broken, and this may be called again.
         """
-        if address not in self._addresses:
-            raise InputError(f"the ring has no stage at {address}")
+        for address in spares:
+            if address not in self._addresses:
+                raise InputError(f"the ring has no stage at {address}")
         if self._places and self._state.broken is None and self._state.oldest is not None:
+            address, spare = next(iter(spares.items()))
             self._break(StageLostError(f"is replaced by {spare}", stage=address), None)
         before = list(self._addresses)
-        self._addresses[self._addresses.index(address)] = spare
+        self._addresses = [spares.get(address, address) for address in before]
         try:
             return self.open()
         except LinkcppError as error:
             self._addresses = before
             self._state.lost(error)
             raise
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the stages are that the ring uses now."""
+        return tuple(self._addresses)
 
     @property
     def lost_address(self) -> str | None:
@@ -399,7 +412,7 @@ class Ring(Driver):
         if not self._inbox:
             self._wait(None)
         # Not more than one: a completion that is ready goes to the client before more is computed here.
-        if self._inbox and self._state.broken is None:
+        elif self._state.broken is None:
             self._pass_on(self._inbox.popleft())
 
     def _wait(self, feed: StageLink | None) -> None:
@@ -407,7 +420,7 @@ class Ring(Driver):
         deadline = self._last_progress + self._timeout
         open_places = [place for place in self._places if place.control.is_open]
         if feed is None and len(open_places) == 1:
-            if not self._read(open_places[0], deadline):
+            if not self._read(open_places[0], deadline, direct=True):
                 self._blame()
             return
         poller = select.poll()
@@ -422,7 +435,7 @@ class Ring(Driver):
         for descriptor, _ in ready:
             place = by_descriptor.get(descriptor)
             if place is not None and self._state.broken is None:
-                self._read(place, deadline)
+                self._read(place, deadline, direct=feed is None)
 
     def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
         begin = self._now()
@@ -436,19 +449,32 @@ class Ring(Driver):
         self._waits_briefly = self._now() - begin < _BRIEF
         return ready
 
-    def _read(self, place: _Place, deadline: float) -> bool:
-        """Read from a place once and take the messages that are whole; False where the deadline passed."""
+    def _read(self, place: _Place, deadline: float, *, direct: bool = False) -> bool:
+        """Read from a place once and take the messages that are whole; False where the deadline passed.
+
+        With ``direct`` the first item goes on at once and not by way of the inbox.
+        """
         try:
             if not place.control.read(deadline):
                 return False
             while (message := place.control.next()) is not None:
-                self._take(place, message)
+                if (
+                    direct
+                    and isinstance(message, _TRAVELLERS)
+                    and not self._inbox
+                    and message.layer in self._index_of
+                ):
+                    # Used up before the next read, because only the gateway's own ranges or the end can be next.
+                    self._pass_on(detached(message) if type(message) is Outcome else message)
+                    direct = False
+                else:
+                    self._take(place, message)
         except StageLostError as error:
             self._break(error, place)
         return True
 
     def _take(self, place: _Place, message: Message) -> None:
-        if isinstance(message, Step | Outcome | Operate) and message.layer in self._index_of:
+        if isinstance(message, _TRAVELLERS) and message.layer in self._index_of:
             self._inbox.append(detached(message))
         elif isinstance(message, Fault):
             if message.kind is FaultKind.UNREACHABLE:

@@ -42,6 +42,10 @@ RAW: Final = 0
 
 MAX_RANGES: Final = 4096
 
+_FLAG: Final = (np.zeros(1, np.bool_), np.ones(1, np.bool_))
+for _array in _FLAG:
+    _array.flags.writeable = False
+
 _I32: Final = np.dtype("<i4")
 _F32: Final = np.dtype("<f4")
 
@@ -64,7 +68,7 @@ def push_step(message: Step) -> list[bytes | memoryview]:
             message.sequences.astype(_I32, copy=False).tobytes(),
             message.outputs.astype(np.uint8).tobytes(),
             bytes(-n % 4),
-            struct.pack(f"<{len(spent)}I", *spent),
+            _spent(len(spent)).pack(*spent),
         )
     )
     pieces: list[bytes | memoryview] = [head]
@@ -73,6 +77,11 @@ def push_step(message: Step) -> list[bytes | memoryview]:
     if size % 4:
         pieces.append(bytes(-size % 4))
     return pieces
+
+
+@functools.cache
+def _spent(n_spent: int) -> struct.Struct:
+    return struct.Struct(f"<{n_spent}I")
 
 
 @functools.cache
@@ -96,14 +105,15 @@ def pull_step(sequence: int, payload: memoryview) -> Step:
     if not n or codec != RAW or size != boundary_at + n_bytes + -n_bytes % 4:
         raise ProtocolError(f"a STEP of {size} bytes says {n} tokens, {n_bytes} bytes of boundary, codec {codec}")
     numbers = np.frombuffer(payload, _I32, 3 * n, STEP.size)
+    outputs = _FLAG[payload[flags_at] != 0] if n == 1 else np.frombuffer(payload, np.uint8, n, flags_at) != 0
     return Step(
         sequence,
         layer,
         numbers[:n],
         numbers[n : 2 * n],
         numbers[2 * n :],
-        np.frombuffer(payload, np.uint8, n, flags_at) != 0,
-        struct.unpack_from(f"<{n_spent}I", payload, spent_at),
+        outputs,
+        _spent(n_spent).unpack_from(payload, spent_at),
         payload[boundary_at : boundary_at + n_bytes],
     )
 
@@ -112,7 +122,7 @@ def push_outcome(message: Outcome) -> list[bytes | memoryview]:
     """Write an outcome as the pieces of its payload; the logits are sent from where they lie."""
     n_rows, length = message.logits.shape
     spent = message.spent
-    head = OUTCOME.pack(n_rows, length, message.layer, RAW, len(spent)) + struct.pack(f"<{len(spent)}I", *spent)
+    head = OUTCOME.pack(n_rows, length, message.layer, RAW, len(spent)) + _spent(len(spent)).pack(*spent)
     if not n_rows or not length:
         return [head]
     return [head, np.ascontiguousarray(message.logits, dtype=_F32).data.cast("B")]
@@ -128,7 +138,7 @@ def pull_outcome(sequence: int, payload: memoryview) -> Outcome:
     if codec != RAW or size != rows_at + 4 * n_rows * length:
         raise ProtocolError(f"an OUTCOME of {size} bytes says {n_rows} rows of {length} values, codec {codec}")
     logits = np.frombuffer(payload, _F32, n_rows * length, rows_at).reshape(n_rows, length)
-    return Outcome(sequence, layer, struct.unpack_from(f"<{n_spent}I", payload, OUTCOME.size), logits)
+    return Outcome(sequence, layer, _spent(n_spent).unpack_from(payload, OUTCOME.size), logits)
 
 
 def push_stage_welcome(writer: Writer, message: StageWelcome) -> None:

@@ -122,6 +122,7 @@ COUPLED: Final[Mapping[tuple[Role, MessageType], Mapping[State, State]]] = {
 }
 """A message that also moves the other side, by that side's state."""
 
+_STEP: Final = MessageType.STEP
 _SERVING: Final = State.SERVING  # a member of an enum costs a lookup through its class each time
 
 
@@ -140,7 +141,7 @@ class ConnectionState:
 
     def sent(self, kind: MessageType) -> None:
         """Move for a message that this end sends; raise :class:`ProtocolError` where it may not."""
-        if kind is self._usually_sent and self.own is _SERVING:
+        if (kind is self._usually_sent or kind is _STEP) and self.own is _SERVING:
             return
         after = TRANSITIONS[self.own_role].get(self.own, {}).get(kind)
         if after is None:
@@ -152,7 +153,7 @@ class ConnectionState:
 
     def received(self, kind: MessageType) -> None:
         """Move for a message that the peer sent; raise :class:`ProtocolError` where it may not."""
-        if kind is self._usually_received and self.peer is _SERVING:
+        if (kind is self._usually_received or kind is _STEP) and self.peer is _SERVING:
             return
         after = TRANSITIONS[self.peer_role].get(self.peer, {}).get(kind)
         if after is None:

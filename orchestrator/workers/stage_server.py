@@ -23,6 +23,8 @@ from orchestrator.wire.state import Role, State
 from orchestrator.workers.server import ServerLimits
 from orchestrator.workers.stage import StageService
 
+_ITEMS: Final = (Step, Operate, Fault)
+
 _SLOWEST_RATE: Final = 32 * 1024
 """Bytes per second below which a peer counts as stuck in the middle of a frame."""
 
@@ -223,7 +225,7 @@ class _Peer:
     def _feed(self, layer: int) -> None:
         service = self._service
         while not isinstance(message := self._next(None), Goodbye):
-            if not isinstance(message, Step | Operate | Fault):
+            if not isinstance(message, _ITEMS):
                 raise ProtocolError(f"a feed sent {message.type.name}")
             service.pass_on(self, layer, message)
 
