@@ -13,6 +13,9 @@ from orchestrator.types import Contract
 from orchestrator.wire.codec import DISPATCH, RESULT
 from orchestrator.wire.frame import HEADER_SIZE
 
+CONTRACTS: Final = (Contract.EXACT, Contract.SUM)
+"""Those whose rows travel as F32."""
+
 _PROMPT: Final = 8
 _PAIR: Final = 4 + 2  # weight F32, expert U16
 _RUN: Final = 2  # U16: how many pairs a row has
@@ -87,7 +90,7 @@ def measure_traffic(file: GgufFile, row: int, worker_counts: Sequence[int], *, s
     found = []
     for count in worker_counts:
         with open_fleet(file, uneven_shares(file.moe_layers, file.n_expert, count)) as fleet:
-            for contract in Contract:
+            for contract in CONTRACTS:
                 with fleet.connect(contract, n_ctx=_PROMPT + steps) as star:
                     found.append(_measure(star, contract, count, row, file.top_k, steps))
     return tuple(found)
