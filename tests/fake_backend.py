@@ -38,7 +38,7 @@ class FakeBackend:
         step_seconds: float = 0.0,
     ) -> None:
         self.facts = BackendFacts(
-            N_VOCAB, n_ctx, n_sequences, n_chunk, n_step or n_chunk, in_flight, cuttable, invariance
+            N_VOCAB, n_ctx, n_sequences, n_chunk, n_step or n_chunk, in_flight, in_flight, cuttable, invariance
         )
         self.caches: list[list[int]] = [[] for _ in range(n_sequences)]
         self.kept: dict[int, list[int]] = {}

@@ -34,6 +34,7 @@ class BackendFacts:
     n_chunk: int
     n_step: int
     in_flight: int = 1  # steps that may be under way at the same time
+    groups: int = 1  # among how many steps the answers are shared out, so that every stage has work
     cuttable: bool = True
     invariance: Invariance = Invariance.SEVERAL
 

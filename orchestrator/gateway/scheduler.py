@@ -285,6 +285,7 @@ class Scheduler(Generic[Owner]):
                 good = min(resume.get(segment.slot, segment.start), job.sent)
                 job.sent = good
                 job.answer.decoded = min(job.answer.decoded, good)
+                job.answer.cached = min(job.answer.cached, good)
             job.stalled = job.flying > 0 and (job.stalled or resume is not None)
             if job.ended and not job.flying:
                 self._vacate(job)
@@ -363,9 +364,8 @@ def plan_step(jobs: Sequence[Job[Owner]], facts: BackendFacts, prompt_rows: int)
     ready = sorted((job for job in jobs if job.unsent), key=lambda job: (job.served, job.slot))
     if facts.invariance is not Invariance.SEVERAL:
         ready = ready[:1]
-    elif facts.in_flight > 1:
-        # As many groups as steps under way, so that all parts of the backend have work.
-        ready = ready[: -(-len(jobs) // facts.in_flight)]
+    elif facts.groups > 1:
+        ready = ready[: -(-len(jobs) // facts.groups)]
     if not ready:
         return None
     decoding = [job for job in ready if job.unsent == 1][: facts.n_step]
