@@ -12,8 +12,10 @@ import sys
 def structs() -> tuple[bool, str]:
     """Compare the sizes of the shim's structs with those of ctypes."""
     from bindings.library import abi_check
+    from bindings.wire import wire
 
     mismatches = abi_check()
+    wire()  # raises for its own structs
     return not mismatches, "; ".join(mismatches) or "the structs of the shim and of ctypes have equal sizes"
 
 
@@ -21,14 +23,11 @@ def symbols() -> tuple[bool, str]:
     """Look for each function that the ctypes layer calls."""
     import llama_cpp
 
-    from bindings.library import required_symbols
+    from bindings import library, wire
 
-    library = llama_cpp.llama_cpp._lib
-    missing = [name for name in required_symbols if not hasattr(library, name)]
-    return (
-        not missing,
-        f"missing: {', '.join(missing)}" if missing else f"all {len(required_symbols)} functions are there",
-    )
+    names = (*library.required_symbols, *wire.required_symbols)
+    missing = [name for name in names if not hasattr(llama_cpp.llama_cpp._lib, name)]
+    return not missing, f"missing: {', '.join(missing)}" if missing else f"all {len(names)} functions are there"
 
 
 def main() -> int:

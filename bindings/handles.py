@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from bindings.library import (
     last_log_line,
     load,
 )
+
+if TYPE_CHECKING:
+    from bindings.wire import StarHandle  # which builds on this module
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -160,13 +163,23 @@ class HookHandle(Handle):
     """``linkcpp_hook``: a Python function behind the nodes at which a context's graph stops."""
 
     def __init__(
-        self, callback: Callable[[EventStruct], int], *, remote_experts: bool = False, partial_sums: bool = False
+        self,
+        callback: Callable[[EventStruct], int],
+        *,
+        remote_experts: bool = False,
+        partial_sums: bool = False,
+        star: StarHandle | None = None,
     ) -> None:
         super().__init__(None)
         _, shim = load()
         # The C side calls this object for as long as the hook lives.
         self._callback = Callback(lambda event, _data: callback(event.contents))
-        self._address = shim.linkcpp_hook_new(self._callback, None, remote_experts, partial_sums)
+        self._star = star
+        if star is None:
+            self._address = shim.linkcpp_hook_new(self._callback, None, remote_experts, partial_sums)
+        else:
+            event = star.hook(self._callback)
+            self._address = shim.linkcpp_hook_new(event, star.address, remote_experts, partial_sums)
 
     def _free(self, address: int) -> None:
         load()[1].linkcpp_hook_free(address)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from fake_worker import IDENTITY, MODEL, DieError, FakeWorker, compute, honest
 from faults import Faults, FaultyConnector
+from hooked import HookedDispatcher
 
+from bindings.wire import wire
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.errors import (
     ComputeError,
@@ -32,6 +34,16 @@ LAYERS = [
     LayerDescriptor(layer, 0, "llama", 0, N_EMBD, 8, N_EXPERT, TOP_K, False, 0.0, 0.0, 0.0, 0, ())
     for layer in range(N_LAYER)
 ]
+
+
+@pytest.fixture(params=["python", "native"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test of this module runs twice: over Python alone, and with native code in front of it."""
+    if request.param == "native":
+        if wire() is None:
+            pytest.skip("this engine was built without the native wire")
+        monkeypatch.setattr(f"{__name__}.Dispatcher", HookedDispatcher)
+    return request.param
 
 
 def owning(*experts: int) -> Ownership:

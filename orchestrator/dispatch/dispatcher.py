@@ -6,16 +6,19 @@ import select
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from orchestrator.dispatch.exchange import DispatchStatistics, LayerSample, Measurement
 from orchestrator.dispatch.link import WorkerLink
-from orchestrator.dispatch.routing import CallKey, Share, route_rows
+from orchestrator.dispatch.native import MAX_ROWS, NO_COUNTS, NativeStar, Rest
+from orchestrator.dispatch.routing import CallKey, Route, Share, route_rows
 from orchestrator.dispatch.sending import finish_sends
 from orchestrator.dispatch.state import StarState
 from orchestrator.errors import ComputeError, FleetError, InputError, OwnershipError, WorkerError, WorkerRefusedError
 from orchestrator.transport.base import Buffer, Connector
+from orchestrator.transport.sockets import send_error
 from orchestrator.transport.tcp import TcpConnector
 from orchestrator.types import Contract, EngineIdentity, ExpertBatch, FloatArray, LayerDescriptor
 from orchestrator.wire.codec import CONTRACT_CODES, EncodedDispatch
@@ -52,6 +55,9 @@ class _Call(NamedTuple):
     top_k: int
     length: int
     spent: float  # seconds in dispatch
+    n_done: int = 0  # shares whose answers native code has put into the output
+    compute_us: int = 0  # of those
+    waited: float = 0.0  # seconds in combine already
 
 
 class Dispatcher:
@@ -67,6 +73,7 @@ class Dispatcher:
         model_sha256: identity of the model's experts that the workers must have; None does not compare.
         timeout: seconds to wait for the answers of one call, and for a description.
         connect_timeout: seconds to wait for a connection; a step with a lost worker fails after that.
+        native: carries small calls without Python (see :mod:`orchestrator.dispatch.native`); the hook asks for it.
         now: the clock of the deadlines, in seconds; the links use ``time.monotonic``.
     """
 
@@ -81,12 +88,16 @@ class Dispatcher:
         connect_timeout: float = 2.0,
         client: str = "linkcpp",
         versions: VersionRange = SUPPORTED,
+        native: NativeStar | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if not workers:
             raise InputError("a star needs at least one worker")
         self._links = [WorkerLink(TcpConnector(place) if isinstance(place, str) else place) for place in workers]
-        self._state = StarState(len(self._links))
+        self.native = native
+        # One series of numbers for both, whoever takes the next.
+        self._state = StarState(len(self._links), None if native is None else partial(native.number, advance=True))
+        self._routed: Mapping[CallKey, Route] | None = None  # what native code was told
         self._contract = contract
         self._contract_code = CONTRACT_CODES[contract]
         self._identity = identity
@@ -248,13 +259,58 @@ class Dispatcher:
         self._absorb_arrived()
         self.connect()
         self._state.settle()
+        if self.native is not None:
+            self._arm(self.native)
+
+    def _arm(self, native: NativeStar) -> None:
+        """Let native code take the small calls of this step, if all links are such as it can read and write."""
+        sockets = [link.native_socket() for link in self._links]
+        for worker, socket in enumerate(sockets):
+            if socket is None:
+                return
+            native.set_link(worker, *socket)
+        if self._routed is not self._state.routes:
+            self._routed = self._state.routes
+            native.set_routes((*key, route.owner_list) for key, route in self._routed.items())
+        native.arm(int(1e3 * self._timeout), MAX_ROWS)
+
+    def _adopt(self, rest: Rest) -> None:
+        """Go on with a call that native code left.
+
+        Raises:
+            WorkerLostError, WorkerTimeoutError: it left because the request could not be sent.
+        """
+        shares = route_rows(self._state.routes[rest.layer, rest.call], rest.experts, rest.weights)
+        n_tokens, top_k = rest.experts.shape
+        if rest.send_error is not None:
+            for share in shares[: rest.n_done]:
+                self._links[share.worker].adopt(rest.sequence)
+            self._links[rest.worker].lose(send_error(rest.send_error), rest.layer)
+        for share in shares[rest.n_done :]:
+            received = rest.received if share.worker == rest.worker else b""
+            self._links[share.worker].adopt(rest.sequence, received)
+        self._call = _Call(
+            (rest.layer, rest.call),
+            rest.sequence,
+            shares,
+            n_tokens,
+            top_k,
+            rest.length,
+            rest.spent,
+            rest.n_done,
+            rest.compute_us,
+            rest.waited,
+        )
 
     def abort_step(self) -> None:
         """Forget what is under way; its answers are late from now on."""
-        if self._call is not None:
-            self._call = None
+        self._call = None
+        passed = 0
+        if self.native is not None:
+            self.native.disarm()
+            passed = self.native.number(advance=False)
         for link in self._links:
-            link.abandon()
+            link.abandon(passed)
 
     def dispatch(self, batch: ExpertBatch) -> None:
         """Send the rows of a call to all owners; the batch's arrays are free again on return.
@@ -265,6 +321,9 @@ class Dispatcher:
             WorkerLostError, WorkerTimeoutError: a worker is gone or takes no data.
         """
         begin = self._now()
+        unfinished = None if self.native is None else self.native.take_rest()
+        if unfinished is not None:
+            self._adopt(unfinished)
         layer, call, rows = batch.layer, batch.call, batch.rows
         route = self._state.routes.get((layer, call))
         if route is None:
@@ -316,21 +375,23 @@ class Dispatcher:
             WorkerLostError, WorkerTimeoutError, WorkerRefusedError: naming worker and layer.
         """
         begin = self._now()
+        unfinished = None if self.native is None else self.native.take_rest()
+        if unfinished is not None:
+            self._adopt(unfinished)
         current, self._call = self._call, None
         if current is None or current.key != (layer, call):
             raise ComputeError(f"layer {layer}, call {call} is combined, but was not dispatched before")
-        _, sequence, shares, n_tokens, top_k, length, spent = current
+        _, sequence, shares, n_tokens, top_k, length, spent, n_done, compute_us, waited = current
         exact = self._contract is Contract.EXACT
         expected = (n_tokens, top_k, length) if exact else (n_tokens, length)
         if out.shape != expected or not out.flags.c_contiguous:
             raise ComputeError(f"layer {layer}: results of shape {expected} do not fit into {out.shape}")
         if exact:
             out = out.reshape(n_tokens * top_k, length)
-        else:
+        elif n_done == 0:
             out.fill(0.0)
-        deadline = begin + self._timeout
-        compute_us = 0
-        for worker, row_numbers, places, n_rows, n_pairs, _ in shares:
+        deadline = begin + self._timeout - waited
+        for worker, row_numbers, places, n_rows, n_pairs, _ in shares[n_done:]:
             link = self._links[worker]
             result = link.collect(sequence, deadline, layer)
             if not isinstance(result, Result):
@@ -351,8 +412,12 @@ class Dispatcher:
             else:
                 out[row_numbers] += values
             compute_us = max(compute_us, result.compute_us)
-        self._round_trips += 1
-        self._samples.append(LayerSample(1e6 * (spent + self._now() - begin), compute_us, n_tokens))
+        sample = LayerSample(1e6 * (spent + waited + self._now() - begin), compute_us, n_tokens)
+        if self.native is not None:
+            self.native.record(sample)
+        else:
+            self._round_trips += 1
+            self._samples.append(sample)
 
     def _absorb_arrived(self) -> None:
         """Take what has come since the last step: late answers, goodbyes, ends of connections. Never waits."""
@@ -375,9 +440,16 @@ class Dispatcher:
 
     def statistics(self) -> DispatchStatistics:
         """Give the counters; may be called by any thread."""
+        native = self.native
+        round_trips, samples = (self._round_trips, tuple(self._samples)) if native is None else native.samples()
         return DispatchStatistics(
-            workers=tuple([link.statistics(self._state.holding(at)) for at, link in enumerate(self._links)]),
+            workers=tuple(
+                [
+                    link.statistics(self._state.holding(at), NO_COUNTS if native is None else native.counts(at))
+                    for at, link in enumerate(self._links)
+                ]
+            ),
             steps=self._steps,
-            round_trips=self._round_trips,
-            samples=tuple(self._samples),
+            round_trips=round_trips,
+            samples=samples,
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from orchestrator.dispatch.exchange import WorkerStatistics
+from orchestrator.dispatch.native import NO_COUNTS, Counts
 from orchestrator.dispatch.state import Ledger
 from orchestrator.errors import (
     FleetError,
@@ -22,6 +23,7 @@ from orchestrator.errors import (
     WorkerTimeoutError,
 )
 from orchestrator.transport.base import Buffer, Connector, Link, LinkTimeoutError
+from orchestrator.transport.sockets import SocketLink
 from orchestrator.types import Ownership, RefusalCode
 from orchestrator.wire.codec import EncodedDispatch
 from orchestrator.wire.connection import Connection
@@ -61,6 +63,13 @@ class WorkerLink:
     def fileno(self) -> int:
         """Give the open link's descriptor."""
         return self._open_link(None).fileno()
+
+    def native_socket(self) -> tuple[int, int] | None:
+        """Give descriptor and protocol version, where native code may read and write between Python's calls."""
+        # A link of another kind does something to the bytes, and bytes in the buffer are for Python.
+        if type(self._link) is not SocketLink or not self._connection.is_idle:
+            return None
+        return self._link.fileno(), self._connection.minor
 
     # --- the connection --------------------------------------------------------------------------------------
 
@@ -198,9 +207,15 @@ class WorkerLink:
             if self._is_answer(message):
                 raise ProtocolError(f"it answered with {message.type.name} before the request was complete")
 
-    def abandon(self) -> None:
-        """Await nothing any more."""
+    def abandon(self, passed: int = 0) -> None:
+        """Await nothing any more; ``passed`` is the last number that native code used."""
         self._ledger.abandon()
+        self._ledger.passed(passed)
+
+    def adopt(self, sequence: int, received: bytes = b"") -> None:
+        """Await the answer to a request that native code sent; ``received`` came after it."""
+        self._ledger.asked(sequence)
+        self._connection.insert(received)
 
     def fail_protocol(self, text: str, layer: int | None) -> NoReturn:
         """Close the connection because an answer does not fit its request."""
@@ -240,8 +255,8 @@ class WorkerLink:
         connection, bytes_out, bytes_in = self._meter
         return bytes_out + connection.bytes_sent, bytes_in + connection.bytes_received
 
-    def statistics(self, ownership: Ownership) -> WorkerStatistics:
-        """Give the counters."""
+    def statistics(self, ownership: Ownership, native: Counts = NO_COUNTS) -> WorkerStatistics:
+        """Give the counters, with those of native code."""
         welcome = self.welcome
         bytes_out, bytes_in = self._bytes()
         return WorkerStatistics(
@@ -250,10 +265,10 @@ class WorkerLink:
             pid=0 if welcome is None else welcome.pid,
             connected=self.is_open,
             round_trip_ms=self.round_trip_ms,
-            rows=self.rows,
-            pairs=self.pairs,
-            bytes_out=bytes_out,
-            bytes_in=bytes_in,
+            rows=self.rows + native.rows,
+            pairs=self.pairs + native.pairs,
+            bytes_out=bytes_out + native.bytes_out,
+            bytes_in=bytes_in + native.bytes_in,
             errors=self.errors,
             late_frames=self.late_frames,
             ownership=ownership,

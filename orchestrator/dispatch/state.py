@@ -14,7 +14,8 @@ How an answer is judged, by its sequence number against what was sent to that wo
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from orchestrator.dispatch.routing import CallKey, Route, assign_owners
 from orchestrator.errors import ProtocolError
@@ -39,7 +40,7 @@ class Ledger:
     def asked(self, sequence: int) -> None:
         """Note a request that was sent; numbers rise."""
         self._awaited.add(sequence)
-        self._highest = sequence
+        self._highest = max(self._highest, sequence)
 
     def answered(self, sequence: int) -> bool:
         """Judge an answer: True when it was awaited, False when it is late; raise where nothing asked for it."""
@@ -50,6 +51,10 @@ class Ledger:
             raise ProtocolError(f"an answer to request {sequence}, but the last one was {self._highest}")
         return False
 
+    def passed(self, sequence: int) -> None:
+        """Note that native code used the numbers up to this one: answers to them are late, if they come at all."""
+        self._highest = max(self._highest, sequence)
+
     def abandon(self) -> None:
         """Await nothing any more: what still comes is late."""
         self._awaited.clear()
@@ -58,8 +63,8 @@ class Ledger:
 class StarState:
     """What the dispatcher knows of its workers, by their place in its list."""
 
-    def __init__(self, n_workers: int) -> None:
-        self._sequence = 0
+    def __init__(self, n_workers: int, numbers: Callable[[], int] | None = None) -> None:
+        self._numbers = itertools.count(1).__next__ if numbers is None else numbers
         self._health = [Health.NEW] * n_workers
         self._holdings = [Ownership()] * n_workers
         self._descriptors: tuple[LayerDescriptor, ...] = ()
@@ -73,8 +78,7 @@ class StarState:
 
     def next_sequence(self) -> int:
         """Give the next request's number; all workers of one call get the same."""
-        self._sequence += 1
-        return self._sequence
+        return self._numbers()
 
     def health(self, worker: int) -> Health:
         """Tell what is known of a worker."""

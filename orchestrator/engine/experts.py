@@ -16,6 +16,7 @@ from bindings.handles import NativeError
 from orchestrator.engine.hook import struct_from_descriptor
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import require_engine
+from orchestrator.engine.native import NativePeer, is_available
 from orchestrator.errors import ComputeError, InputError
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.gguf_header import TensorInfo
@@ -98,6 +99,10 @@ class ExpertStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def native_peer(self, descriptor: int, minor: int) -> NativePeer | None:
+        """Serve the plain requests of a connected socket without Python; None where this engine cannot."""
+        return NativePeer(self._handle, descriptor, minor) if is_available() else None
 
     def layer(self, descriptor: LayerDescriptor) -> int:
         """Prepare one MoE call of a layer and return its handle; raise :class:`InputError` with the reason."""

@@ -12,6 +12,7 @@ from bindings.handles import HookHandle
 from bindings.library import BOUNDARY, DISPATCH, EventStruct, LayerStruct
 from bindings.memory import FloatViews, IntegerViews, copy_bytes
 from orchestrator.dispatch.exchange import RowExchange
+from orchestrator.engine.native import EngineStar
 from orchestrator.errors import ComputeError
 from orchestrator.types import TENSOR_ROLES, Contract, ExpertBatch, LayerDescriptor
 
@@ -32,7 +33,14 @@ class GraphHook:
         self._floats = FloatViews()
         self._integers = IntegerViews()
         self._failure: BaseException | None = None
-        self.handle = HookHandle(self._on_event, remote_experts=exchange is not None, partial_sums=not self._exact)
+        native = getattr(exchange, "native", None)
+        self.handle = HookHandle(
+            self._on_event,
+            remote_experts=exchange is not None,
+            partial_sums=not self._exact,
+            # native code goes in front: the callback above then sees only what is not plain
+            star=native.handle if isinstance(native, EngineStar) else None,
+        )
 
     def close(self) -> None:
         """Free the C side; the context must be closed before."""

@@ -13,6 +13,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.engine.context import INVARIANT_ROWS, Context
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
+from orchestrator.engine.native import native_star
 from orchestrator.engine.session import Session
 from orchestrator.errors import InputError
 from orchestrator.gateway.backend import Invariance
@@ -127,7 +128,13 @@ def open_backbone(
         dispatcher = None
         if workers:
             dispatcher = Dispatcher(
-                workers, contract, identity, model_sha256=file.header_sha256, timeout=timeout, client="gateway"
+                workers,
+                contract,
+                identity,
+                model_sha256=file.header_sha256,
+                timeout=timeout,
+                client="gateway",
+                native=native_star(len(workers), contract),
             )
             undo.callback(dispatcher.close)
             dispatcher.connect()  # before the weights are read: an unreachable worker is known at once

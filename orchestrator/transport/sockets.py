@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from orchestrator.errors import FleetError
 from orchestrator.transport.base import Buffer, LinkLostError, LinkTimeoutError
 
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -155,6 +156,13 @@ def poll_timeout(deadline: float | None) -> float | None:
         return None
     left = (deadline - time.monotonic()) * 1e3
     return 0.0 if left <= 0 else max(left, 1.0)
+
+
+def send_error(code: int) -> FleetError:
+    """Say what a send's ``errno`` means; 0 is that no data was taken until the deadline."""
+    if code == 0:
+        return LinkTimeoutError("it took no data until the deadline")
+    return LinkLostError(f"the connection broke: {explain(OSError(code, os.strerror(code)))}")
 
 
 def skip_bytes(buffers: Sequence[Buffer], count: int) -> list[Buffer]:

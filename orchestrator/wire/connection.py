@@ -51,6 +51,11 @@ class Connection:
         """What the peer may do."""
         return self._state.peer
 
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether nothing has arrived beyond the messages that were given."""
+        return self._start == self._end
+
     # --- sending ---------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> Buffers:
@@ -112,6 +117,16 @@ class Connection:
             raise ProtocolError("the peer closed the connection" + (" within a message" if inside else ""))
         self._end += count
         self.bytes_received += count
+
+    def insert(self, data: bytes | memoryview) -> None:
+        """Take bytes that were read elsewhere, as if they had been received."""
+        rest = memoryview(data)
+        while rest:
+            room = self.receive_buffer()
+            count = min(len(room), len(rest))
+            room[:count] = rest[:count]
+            self.received(count)
+            rest = rest[count:]
 
     def next_message(self) -> Message | None:
         """Give the next whole message, or None while more bytes are needed.

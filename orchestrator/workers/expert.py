@@ -36,6 +36,7 @@ from orchestrator.wire.messages import (
     Result,
     Welcome,
 )
+from orchestrator.workers.native import NativePeer
 from orchestrator.workers.queue import ComputeQueue
 
 _RESULT_SPACE: Final = 64 * 1024
@@ -168,8 +169,9 @@ class ExpertService:
 class ExpertSession:
     """The state of one backbone's connection, from its greeting on. Not thread-safe: one thread per session."""
 
-    def __init__(self, service: ExpertService) -> None:
+    def __init__(self, service: ExpertService, native: NativePeer | None = None) -> None:
         self._service = service
+        self._native = native
         self._table: dict[tuple[int, int], _Served] = {}
         self._not_owned: set[tuple[int, int]] = set()
         self._space = np.empty(0, dtype=np.float32)
@@ -217,7 +219,34 @@ class ExpertSession:
         self._table.update(table)
         self._not_owned |= not_owned
         self._not_owned -= table.keys()
+        if self._native is not None:
+            self._native.set_layers(
+                (layer, call, served.handle, served.n_embd, served.top_k, served.mask[: served.n_expert])
+                for (layer, call), served in self._table.items()
+            )
         return Described(message.sequence, len(table))
+
+    @property
+    def native(self) -> NativePeer | None:
+        """What answers plain requests without Python, once layers are described."""
+        return self._native if self._table else None
+
+    def answer_native(self, native: NativePeer) -> bool | None:
+        """Have a request answered that native code has checked.
+
+        False: nothing was done, and Python is to answer, in words. None: the backbone is lost.
+        """
+        service = self._service
+        if service.draining or not service.queue.enter():
+            return False
+        try:
+            done = native.answer()
+            if done:
+                service.requests += 1  # in turn, hence counted right without a lock of its own
+                service.rows += native.rows
+        finally:
+            service.queue.leave()
+        return done
 
     def _dispatch(self, message: Dispatch) -> Message:
         service = self._service

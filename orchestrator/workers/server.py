@@ -16,12 +16,14 @@ from typing import Final
 
 from orchestrator.errors import FleetError, ProtocolError
 from orchestrator.transport.base import Link, LinkLostError, LinkTimeoutError, Listener
+from orchestrator.transport.sockets import SocketLink
 from orchestrator.types import RefusalCode
 from orchestrator.wire.connection import Connection
 from orchestrator.wire.handshake import agree_version
 from orchestrator.wire.messages import SUPPORTED, Goodbye, Hello, Message, Refuse, VersionRange
 from orchestrator.wire.state import Role, State
 from orchestrator.workers.expert import ExpertService, ExpertSession
+from orchestrator.workers.native import NativeCompute, NativePeer
 
 _SLOWEST_RATE: Final = 32 * 1024
 """Bytes per second below which a peer counts as stuck: the deadline of a large frame grows with its size."""
@@ -188,9 +190,11 @@ class _Peer:
         return True
 
     def _serve(self) -> None:
-        session = ExpertSession(self._service)
+        session = ExpertSession(self._service, self._native())
         serving = self._serving
         while True:
+            if session.native is not None and self._serve_native(session, session.native):
+                continue
             message = self._next(None)
             with serving:
                 if self._connection.own_state is not State.SERVING:
@@ -200,11 +204,39 @@ class _Peer:
                     return
                 self._send(session.answer(message))
 
+    def _native(self) -> NativePeer | None:
+        """Give what answers plain requests without Python, where the compute has it."""
+        compute = self._service.compute
+        # A link of another kind does something to the bytes.
+        if type(self._link) is not SocketLink or not isinstance(compute, NativeCompute):
+            return None
+        return compute.native_peer(self._link.fileno(), self._connection.minor)
+
+    def _serve_native(self, session: ExpertSession, native: NativePeer) -> bool:
+        """Wait for a request and answer it; False leaves what came to Python."""
+        connection = self._connection
+        if not connection.is_idle:
+            return False
+        if native.wait():
+            with self._serving:
+                # Goodbye may have been said while the request came.
+                done = connection.own_state is State.SERVING and session.answer_native(native)
+            if done is None:
+                raise LinkLostError("the backbone is gone, or takes no data")
+            if done:
+                connection.bytes_received += len(native.received)
+                connection.bytes_sent += native.sent
+                return True
+        connection.insert(native.received)
+        return False
+
     def _next(self, deadline: float | None) -> Message:
         """Return the next message; ``deadline`` holds until its first byte, then the frame has its own."""
         connection, link = self._connection, self._link
-        begun = 0.0
-        count = 0
+        count = 0 if connection.is_idle else 1  # of bytes of the message that are here
+        begun = self._now()
+        if count:
+            deadline = begun + self._limits.frame
         message = connection.next_message()
         while message is None:
             try:
