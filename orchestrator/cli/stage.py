@@ -24,8 +24,9 @@ from orchestrator.models.gguf import GgufFile
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.layout import merge, parse_layers
 from orchestrator.ring.profile import StageProfile
-from orchestrator.transport.base import HostPort, parse_address
-from orchestrator.transport.tcp import TcpConnector, TcpListener
+from orchestrator.transport.base import HostPort, Listener, parse_address
+from orchestrator.transport.tcp import TcpListener
+from orchestrator.transport.unix import connector_of, is_unix, listener_of
 from orchestrator.types import Contract
 from orchestrator.workers.server import ServerLimits
 from orchestrator.workers.stage import StageService, report_defect
@@ -47,8 +48,9 @@ _STOCK_ROWS = 512
 @click.option(
     "--listen",
     default=None,
-    metavar="HOST:PORT",
-    help="Where the gateway and the stage before connect to. [default: any free port of this machine only]",
+    metavar="ADDRESS",
+    help="Where the gateway and the stage before connect to: HOST:PORT, or unix:/path for this machine only."
+    " [default: any free port of this machine only]",
 )
 @click.option("--ctx", "n_ctx", type=click.IntRange(1), default=4096, help="Tokens of a sequence.")
 @click.option("--sequences", "n_sequences", type=click.IntRange(1, 256), default=1, help="Sequences at once.")
@@ -120,10 +122,10 @@ def command(
     rows = n_ubatch or (INVARIANT_ROWS if batch_invariant else _STOCK_ROWS)
     sizes = StageSizes(n_ctx, n_sequences, rows, n_batch, batch_invariant)
     listener = _listen(listen)
-    host_port = listener.host_port
-    if not host_port.is_loopback:
+    place = listener.address
+    if not is_unix(place) and not parse_address(place).is_loopback:
         terminal.error(
-            f"warning: {host_port} is neither encrypted nor authenticated: whoever reaches it can use this stage"
+            f"warning: {place} is neither encrypted nor authenticated: whoever reaches it can use this stage"
         )
     identity = engine_identity(repack=repack)
     with ExitStack() as stack:
@@ -171,7 +173,7 @@ def command(
             for context in contexts
         ]
         server = StageServer(
-            StageService(hops, profile, TcpConnector), listener, limits=ServerLimits(), log=terminal.error
+            StageService(hops, profile, connector_of), listener, limits=ServerLimits(), log=terminal.error
         )
         stop = _stop_on_signals()
         server.start()
@@ -189,10 +191,10 @@ def command(
             os._exit(1)
 
 
-def _listen(address: str | None) -> TcpListener:
+def _listen(address: str | None) -> Listener:
     """Open the listener before the weights are read, so that a taken port is known at once."""
     if address is not None:
-        return TcpListener(parse_address(address))
+        return listener_of(address)
     try:
         return TcpListener(HostPort("127.0.0.1", 0))
     except InputError:

@@ -40,8 +40,8 @@ from orchestrator.ring.layout import LayerRange, tile
 from orchestrator.ring.link import StageLink
 from orchestrator.ring.profile import LocalStage, StageProfile, agree, profile_of
 from orchestrator.ring.state import RingFacts, RingState
-from orchestrator.transport.base import Connector, HostPort, parse_address
-from orchestrator.transport.tcp import TcpConnector
+from orchestrator.transport.base import Connector, parse_address
+from orchestrator.transport.unix import connector_of, is_unix
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import SUPPORTED, Goodbye, Hello, Message, Ping, Pong
 from orchestrator.wire.ring_messages import (
@@ -111,7 +111,7 @@ class _Hop:
 
 
 class Ring(Driver):
-    """A ring over stage workers at ``addresses`` ("host:port") and over ``local`` ranges of this process.
+    """A ring over stage workers ("host:port" or "unix:/path" each) and over ``local`` ranges of this process.
 
     ``identity`` is this process's engine and ``model_sha256`` the model's identity where it is known; stages that
     have others are refused. ``timeout`` is in seconds: how long nothing may come round while something is in flight.
@@ -128,7 +128,7 @@ class Ring(Driver):
         timeout: float = 60.0,
         connect_timeout: float = 10.0,
         client: str = "gateway",
-        connector: Callable[[str], Connector] = TcpConnector,
+        connector: Callable[[str], Connector] = connector_of,
         saved_limit: int = 1 << 30,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -257,8 +257,7 @@ class Ring(Driver):
 
     def _address_for(self, place: _Place, behind: _Place) -> str:
         """Return where ``place`` reaches ``behind``: as we do, unless that is an address of one machine only."""
-        mine, theirs = _host_port(place.address), _host_port(behind.address)
-        if mine is not None and theirs is not None and theirs.is_loopback and not mine.is_loopback:
+        if _is_local(behind.address) is True and _is_local(place.address) is False:
             raise InputError(
                 f"the stage at {place.address} cannot reach {behind.address}, an address of this machine only",
                 hint="let the stage listen on an address of the network, and name that",
@@ -565,8 +564,11 @@ class Ring(Driver):
         return StageFailedError(text or "did not do it", stage=name)
 
 
-def _host_port(address: str) -> HostPort | None:
+def _is_local(address: str) -> bool | None:
+    """Tell whether only this machine can reach an address; None for a name inside this process."""
+    if is_unix(address):
+        return True
     try:
-        return parse_address(address)
+        return parse_address(address).is_loopback
     except InputError:
-        return None  # no address of the internet: an in-process name
+        return None

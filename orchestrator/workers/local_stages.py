@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ class LocalStages:
     """Stage processes of this machine, ready when the ``with`` block begins and gone when it ends.
 
     ``stages`` has the ranges of each process; ``options`` are more arguments of ``linkcpp stage``, the same for all.
-    ``pin`` gives a core per process. ``timeout`` in seconds holds for each start.
+    ``pin`` gives a core per process. ``unix`` lets them listen on Unix sockets in a folder of this object.
+    ``timeout`` in seconds holds for each start.
 
     Raises:
         InputError: the arguments contradict each other.
@@ -31,6 +33,7 @@ class LocalStages:
         threads: int = 1,
         options: Sequence[str] = (),
         pin: Sequence[int] | None = None,
+        unix: bool = False,
         timeout: float = 300.0,
     ) -> None:
         if pin is not None and len(pin) != len(stages):
@@ -47,6 +50,7 @@ class LocalStages:
         ]
         cores: Sequence[int | None] = [None] * len(stages) if pin is None else pin
         self._timeout = timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="linkcpp-") if unix else None
         self._stages = [ChildProcess(f"stage-{index + 1}", core=core) for index, core in enumerate(cores)]
 
     @property
@@ -93,7 +97,10 @@ class LocalStages:
         end_processes(self._stages)
         for stage in self._stages:
             stage.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self, index: int) -> None:
         stage = self._stages[index]
-        stage.start([*self._arguments[index], "--name", stage.name, "--listen", stage.address or "127.0.0.1:0"])
+        free = "127.0.0.1:0" if self._folder is None else f"unix:{self._folder.name}/{stage.name}"
+        stage.start([*self._arguments[index], "--name", stage.name, "--listen", stage.address or free])
