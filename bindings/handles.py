@@ -33,6 +33,9 @@ _POOLING_NONE = 0  # llama_pooling_type: an embedding for each token
 _POLL = 1
 """Polling level of the thread pool: about 2 ms of polling, then the threads park (ggml's unit is 131072 pauses)."""
 
+_MEMORY_UPDATE = "_ZN13llama_context13memory_updateEb"
+"""llama_context::memory_update(bool optimize): exported, but in no header."""
+
 ABORTED = 2
 """llama_decode's status when the hook refused to go on."""
 
@@ -279,6 +282,7 @@ class ContextHandle(Handle):
         self._sequence_of = [-1] * n
         self.n_ctx_sequence = int(api.llama_n_ctx_seq(address))
         self.has_memory = bool(self._memory)
+        self._is_behind = False
 
     def _free(self, address: int) -> None:
         api, shim = load()
@@ -292,6 +296,7 @@ class ContextHandle(Handle):
         """Run ``llama_decode`` on one batch and return its status; logits are kept where ``outputs`` is not 0."""
         api, _ = load()
         n = len(tokens)
+        self._is_behind = False
         self._batch.n_tokens = n
         self._tokens[:n] = tokens
         self._positions[:n] = positions
@@ -322,6 +327,7 @@ class ContextHandle(Handle):
         """Make positions of ``source`` part of ``destination`` too (one buffer: copy on write)."""
         api, _ = load()
         api.llama_memory_seq_cp(self._memory, source, destination, first, last)
+        self._is_behind = True
 
     def keep(self, sequence: int) -> None:
         """Forget all sequences but one."""
@@ -337,6 +343,7 @@ class ContextHandle(Handle):
         """Move positions; ask :meth:`can_shift` first, the engine aborts the process otherwise."""
         api, _ = load()
         api.llama_memory_seq_add(self._memory, sequence, first, last, delta)
+        self._is_behind = True
 
     def last_position(self, sequence: int) -> int:
         """Return the highest position of a sequence, -1 if it is empty."""
@@ -348,9 +355,19 @@ class ContextHandle(Handle):
         api, _ = load()
         api.llama_memory_clear(self._memory, True)
 
+    def _catch_up(self) -> None:
+        """Carry out copies and shifts, which the engine leaves for the next decode and a state would miss."""
+        if not self._is_behind:
+            return
+        update = getattr(load()[0]._lib, _MEMORY_UPDATE)
+        update.restype, update.argtypes = ctypes.c_bool, (ctypes.c_void_p, ctypes.c_bool)
+        update(self.address, False)
+        self._is_behind = False
+
     def save(self, sequence: int, *, recurrent_only: bool = False) -> bytes:
         """Return a sequence's state (of this context's layers), or only what of it cannot be cut."""
         api, _ = load()
+        self._catch_up()
         flags = api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if recurrent_only else 0
         size = api.llama_state_seq_get_size_ext(self.address, sequence, flags)
         buffer = (ctypes.c_uint8 * size)()
@@ -362,6 +379,7 @@ class ContextHandle(Handle):
     def restore(self, sequence: int, state: bytes, *, recurrent_only: bool = False) -> None:
         """Put a saved state into a sequence; raise :class:`NativeError` if it does not fit."""
         api, _ = load()
+        self._catch_up()
         flags = api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if recurrent_only else 0
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         if api.llama_state_seq_set_data_ext(self.address, buffer, len(state), sequence, flags) == 0:

@@ -150,8 +150,10 @@ class Context:
                 return context.remove(sequence, -1 if first == 0 and last == -1 else first, last)
             case Copy(source, destination, first, last):
                 return self._copy(source, destination, first, last)
-            case Keep(sequence):
-                context.keep(sequence)
+            case Keep(sequence):  # the engine's own seq_keep looks into that sequence's buffer only
+                for other in range(self.n_sequences):
+                    if other != sequence:
+                        context.remove(other, -1, -1)
             case Shift(sequence, first, last, delta):
                 if not self.can_shift:
                     return False
