@@ -145,7 +145,9 @@ def start_workers(terminal: Terminal, stack: ExitStack, path: Path, options: Bac
         return tuple(stack.enter_context(LocalWorkers(path, options.local_workers)).addresses)
 
 
-def open_model(terminal: Terminal, path: Path, addresses: Sequence[str], options: BackboneOptions) -> Backbone:
+def open_model(
+    terminal: Terminal, path: Path, addresses: Sequence[str], options: BackboneOptions, *, slots: int | None = 1
+) -> Backbone:
     """Load the model, without its experts where there are workers; the caller closes it."""
     from orchestrator.gateway.backbone import open_backbone
 
@@ -161,6 +163,7 @@ def open_model(terminal: Terminal, path: Path, addresses: Sequence[str], options
             addresses,
             contract=options.contract,
             n_ctx=options.n_ctx,
+            n_sequences=slots,
             n_threads=options.n_threads,
             batch_invariant=options.batch_invariant,
             timeout=options.timeout,

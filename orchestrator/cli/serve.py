@@ -11,19 +11,24 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from orchestrator.api.app import Endpoint, ServedModel
+from orchestrator.api.endpoint import Endpoint, ServedModel
 from orchestrator.api.listen import listening
 from orchestrator.api.schema import ModelNames
 from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import BackboneOptions, backbone_options, open_model, start_workers
 from orchestrator.errors import ChatTemplateError
+from orchestrator.gateway.backend import known_invariance
+from orchestrator.gateway.gateway import MAX_WAITING
 from orchestrator.gateway.report import FleetReport
+from orchestrator.gateway.scheduler import Limits
 from orchestrator.models.catalog import resolve_model
+from orchestrator.onboarding.findings import BatchInvariance
 from orchestrator.onboarding.records import require
 from orchestrator.transport.base import HostPort, parse_address
 from orchestrator.types import format_ranges
@@ -39,12 +44,30 @@ COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per exper
 @click.command("serve")
 @click.argument("model")
 @click.option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Where to answer; port 0 takes any.")
+@click.option("--slots", type=click.IntRange(1, 63), default=None, help="Requests answered at once. [default: 4]")
+@click.option("--queue", type=click.IntRange(0), default=MAX_WAITING, show_default=True, help="Requests that wait.")
+@click.option(
+    "--prefix-memory",
+    type=click.IntRange(0),
+    default=512,
+    show_default=True,
+    metavar="MIB",
+    help="Keep so much of what slots held before.",
+)
 @click.option("--unverified", is_flag=True, help="Serve a model that has not passed the gate.")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print one line of JSON instead of a table.")
 @backbone_options
 @click.pass_obj
 def command(
-    terminal: Terminal, model: str, listen: str, unverified: bool, as_json: bool, options: BackboneOptions
+    terminal: Terminal,
+    model: str,
+    listen: str,
+    slots: int | None,
+    queue: int,
+    prefix_memory: int,
+    unverified: bool,
+    as_json: bool,
+    options: BackboneOptions,
 ) -> None:
     """Answer OpenAI-style requests with MODEL (a name or a GGUF file), over workers or in this process.
 
@@ -54,12 +77,21 @@ def command(
     address = parse_address(listen)
     path = resolve_model(model)
     verified = None if unverified else require(path, options.contract)
-    # Where the gate found that logits depend on how tokens are grouped, a reused prefix would change an answer.
-    reuse_prefix = verified is None or verified.invariance.one is not False
+    found = BatchInvariance() if verified is None else verified.invariance
+    service = _Service(slots, Limits(queue, max(1, queue // 2), prefix_memory << 20), found)
     if not address.is_loopback:
         terminal.error(f"warning: {address} answers anyone who can reach it, without encryption")
-    server = _Server(terminal, path, _names(model, path), options, reuse_prefix=reuse_prefix, as_json=as_json)
+    server = _Server(terminal, path, _names(model, path), options, service, as_json=as_json)
     asyncio.run(server.run(address))
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """How many requests are answered at once and may wait, and how their tokens may be grouped."""
+
+    slots: int | None
+    limits: Limits
+    invariance: BatchInvariance
 
 
 class _Server:
@@ -71,14 +103,14 @@ class _Server:
         path: Path,
         names: ModelNames,
         options: BackboneOptions,
+        service: _Service,
         *,
-        reuse_prefix: bool,
         as_json: bool,
     ) -> None:
         self._terminal = terminal
         self._path = path
         self._options = options
-        self._reuse_prefix = reuse_prefix
+        self._service = service
         self._as_json = as_json
         self._endpoint = Endpoint(names)
         self._stop = asyncio.Event()
@@ -92,7 +124,9 @@ class _Server:
         async with listening(self._endpoint, address) as bound:
             with ExitStack() as workers:
                 backbone = await self._load(workers)
-                gateway = backbone.gateway(reuse_prefix=self._reuse_prefix)
+                found = self._service.invariance
+                invariance = known_invariance(backbone.model.architecture, one=found.one, several=found.several)
+                gateway = backbone.gateway(invariance=invariance, limits=self._service.limits)
                 try:
                     await asyncio.to_thread(self._open, backbone, gateway, bound)
                     await self._stop.wait()
@@ -116,7 +150,7 @@ class _Server:
 
     def _start_and_open(self, workers: ExitStack) -> Backbone:
         addresses = start_workers(self._terminal, workers, self._path, self._options)
-        return open_model(self._terminal, self._path, addresses, self._options)
+        return open_model(self._terminal, self._path, addresses, self._options, slots=self._service.slots)
 
     def _open(self, backbone: Backbone, gateway: Gateway, bound: HostPort) -> None:
         """Begin to answer, and say so."""
@@ -136,10 +170,12 @@ class _Server:
             now=time.monotonic,
             wall=time.time,
         )
-        self._endpoint.served = ServedModel(gateway, backbone.model, template, report, backbone.identity.build)
-        self._say_ready(report, measurements, bound)
+        self._endpoint.served = ServedModel.of(gateway, backbone.model, template, report, backbone.identity.build)
+        self._say_ready(report, measurements, bound, gateway.n_ctx)
 
-    def _say_ready(self, report: FleetReport, measurements: Sequence[Measurement], bound: HostPort) -> None:
+    def _say_ready(
+        self, report: FleetReport, measurements: Sequence[Measurement], bound: HostPort, n_ctx: int
+    ) -> None:
         url = f"http://{bound}"
         snapshot = report.snapshot()
         if self._as_json:
@@ -168,6 +204,7 @@ class _Server:
         name = self._endpoint.names.name
         question = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
         self._terminal.print(f"serving {name} at {url}/v1 (contract {snapshot.contract})")
+        self._terminal.print(f"slots: {len(snapshot.slots)}, each of {n_ctx} tokens")
         self._terminal.print(f"try: curl {url}/v1/chat/completions -d '{question}'")
 
 

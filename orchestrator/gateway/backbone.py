@@ -9,17 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+import psutil
+
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.engine.context import INVARIANT_ROWS, Context
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
 from orchestrator.engine.native import native_star
 from orchestrator.engine.session import Session
-from orchestrator.errors import InputError
 from orchestrator.gateway.backend import Invariance
 from orchestrator.gateway.gateway import DEFAULT_LIMITS, Gateway
 from orchestrator.gateway.local import LocalBackend, WatchedExchange
 from orchestrator.gateway.scheduler import Limits
+from orchestrator.gateway.slots import count_slots, sequence_bytes
 from orchestrator.gateway.state import Observer
 from orchestrator.models.gguf import GgufFile
 from orchestrator.types import Contract, EngineIdentity
@@ -105,7 +107,7 @@ def open_backbone(
     *,
     contract: Contract = Contract.EXACT,
     n_ctx: int | None = None,
-    n_sequences: int = 1,
+    n_sequences: int | None = 1,
     n_threads: int = 1,
     batch_invariant: bool = True,
     timeout: float = 60.0,
@@ -114,7 +116,7 @@ def open_backbone(
     """Open a model over ``workers`` ("host:port" each), or alone in this process where there are none.
 
     ``n_ctx`` None takes :data:`DEFAULT_CONTEXT` tokens or what the model was trained for, if that is less. Each of
-    the ``n_sequences`` has so many.
+    the ``n_sequences`` has so many; None takes a few, or as many as there is memory for.
     ``timeout`` seconds is the longest wait for one worker's answer. ``progress`` gets the loaded share, 0 to 1.
     Raises an :class:`InputError` for the file, a :class:`FleetError` for the workers, an :class:`EngineError` else.
     """
@@ -141,14 +143,14 @@ def open_backbone(
         model = Model.open(path, without_experts=bool(workers), progress=progress)
         undo.callback(model.close)
         rows = INVARIANT_ROWS if batch_invariant else STOCK_ROWS
-        if n_sequences > rows:
-            raise InputError(f"{n_sequences} sequences at once; at most {rows} fit into a micro-batch")
+        n_ctx = n_ctx or min(DEFAULT_CONTEXT, model.n_ctx_train or DEFAULT_CONTEXT)
+        n_sequences = count_slots(n_sequences, sequence_bytes(file, n_ctx), psutil.virtual_memory().available, rows)
         if model.is_hybrid:
             rows -= rows % 2  # the gate's own size for these models (onboarding/reference.py)
         exchange = None if dispatcher is None else WatchedExchange(dispatcher)
         context = Context(
             model,
-            n_ctx=n_ctx or min(DEFAULT_CONTEXT, model.n_ctx_train or DEFAULT_CONTEXT),
+            n_ctx=n_ctx,
             n_sequences=n_sequences,
             n_ubatch=rows,
             n_threads=n_threads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from orchestrator.errors import LinkcppError
 from orchestrator.ring.steps import Copy, Remove, TokenBatch
@@ -18,6 +18,22 @@ class Invariance(enum.Enum):
     SEVERAL = "several"  # any tokens of any sequences together
     ONE = "one"  # any tokens of one sequence
     NONE = "none"  # an answer depends on where its tokens were cut: the cuts are always the same, nothing is reused
+
+
+NOT_INVARIANT: Final = frozenset({"deepseek4", "llada-moe", "minimax-01", "minimax-m3", "rnd1"})
+"""Architectures whose answers depend on how tokens are grouped (`linkcpp bench invariance`): their attention looks at
+chunks or chosen parts of the text, or at all of it at once."""
+
+
+def known_invariance(architecture: str, *, one: bool | None = None, several: bool | None = None) -> Invariance:
+    """Return how tokens of a model may be grouped.
+
+    ``one`` and ``several`` are what the gate found for one sequence and for several in one micro-batch; where it did
+    not try, what is known of the architecture decides.
+    """
+    if one is False or (one is None and architecture in NOT_INVARIANT):
+        return Invariance.NONE
+    return Invariance.ONE if several is False else Invariance.SEVERAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from orchestrator.dispatch.exchange import DispatchStatistics, WorkerStatistics
-from orchestrator.gateway.state import GatewayState
+from orchestrator.gateway.state import GatewayState, RunningRequest
 from orchestrator.status.rates import TotalSeries
-from orchestrator.status.snapshot import FleetSnapshot, RequestSnapshot, WorkerSnapshot, WorkerState
+from orchestrator.status.snapshot import FleetSnapshot, RequestSnapshot, SlotSnapshot, WorkerSnapshot, WorkerState
 
 
 class FleetReport:
@@ -62,12 +62,14 @@ class FleetReport:
             taken_at=self._wall(),
             uptime_seconds=now - self._started,
             workers=tuple(workers),
-            request=_request(state),
+            request=_request(state.running),
             tokens_per_second_history=history,
             tokens_generated=state.generated_tokens,
             requests_finished=state.finished,
             requests_failed=state.failed,
             round_trips=0 if statistics is None else statistics.round_trips,
+            slots=tuple(SlotSnapshot(slot.index, slot.held_tokens, _request(slot.request)) for slot in state.slots),
+            requests_waiting=state.waiting,
         )
 
     def problem(self) -> str:
@@ -99,8 +101,7 @@ class FleetReport:
         )
 
 
-def _request(state: GatewayState) -> RequestSnapshot | None:
-    running = state.running
+def _request(running: RunningRequest | None) -> RequestSnapshot | None:
     if running is None:
         return None
     return RequestSnapshot(

@@ -138,8 +138,36 @@ class RequestSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotSnapshot:
+    """One of the places for requests: how many tokens its cache holds, and the request that it answers."""
+
+    index: int
+    held_tokens: int = 0
+    request: RequestSnapshot | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object."""
+        return {
+            "index": self.index,
+            "held_tokens": self.held_tokens,
+            "request": None if self.request is None else self.request.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> SlotSnapshot:
+        """Read what :meth:`to_json` wrote; raise :class:`ProtocolError` on a field of the wrong type."""
+        fields = _Fields(value, "slot")
+        request = fields.raw("request")
+        return cls(
+            index=fields.count("index"),
+            held_tokens=fields.count("held_tokens"),
+            request=None if request is None else RequestSnapshot.from_json(request),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """One gateway, its workers and what they do.
+    """One gateway, its workers and what they do; ``request`` is the one that has been answered for the longest.
 
     ``taken_at`` is Unix time in seconds. ``tokens_per_second_history`` holds one value per second, oldest first;
     ``tokens_per_second`` is the newest of them.
@@ -157,6 +185,8 @@ class FleetSnapshot:
     requests_finished: int = 0
     requests_failed: int = 0
     round_trips: int = 0
+    slots: tuple[SlotSnapshot, ...] = ()
+    requests_waiting: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -186,6 +216,8 @@ class FleetSnapshot:
             "requests_finished": self.requests_finished,
             "requests_failed": self.requests_failed,
             "round_trips": self.round_trips,
+            "slots": [slot.to_json() for slot in self.slots],
+            "requests_waiting": self.requests_waiting,
         }
 
     @classmethod
@@ -223,6 +255,8 @@ class FleetSnapshot:
             requests_finished=fields.count("requests_finished"),
             requests_failed=fields.count("requests_failed"),
             round_trips=fields.count("round_trips"),
+            slots=tuple(SlotSnapshot.from_json(item) for item in fields.items("slots")),
+            requests_waiting=fields.count("requests_waiting"),
         )
 
 
