@@ -6,6 +6,7 @@ import click
 
 from orchestrator.bench.dispatch import BUDGET_US, DispatchReport, run_dispatch
 from orchestrator.bench.layer import LayerReport, layer_model, run_layer, shapes
+from orchestrator.bench.ring import measure_ring
 from orchestrator.cli.app import Terminal
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.sources import get_model
@@ -120,6 +121,40 @@ def _show_layer(terminal: Terminal, report: LayerReport) -> None:
         style="bold",
     )
     _show_common(terminal, report.times.byte_identical, report.load)
+
+
+@command.command("ring")
+@click.option("--model", default=DEFAULT_MODEL, help="A model of the catalogue or a file.")
+@_pairs
+@click.option("--steps", type=click.IntRange(1, 256), default=24, help="Tokens of each run.")
+@click.option("--tcp", is_flag=True, help="Loopback TCP between the stages instead of a Unix socket.")
+@_json
+@click.pass_context
+def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, as_json: bool) -> None:
+    """Measure tokens/s of a ring of two stages against one process.
+
+    One thread for each stage and for the one process, each stage on a core of its own. Exit status 1 if a logit
+    differs between the two sides.
+    """
+    terminal: Terminal = ctx.obj
+    with terminal.progress("bench ring") as progress:
+        path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+        report = measure_ring(path, pairs=pairs, steps=steps, unix=not tcp, progress=progress)
+    figures = report.to_json()
+    if as_json:
+        terminal.json(figures)
+    else:
+        low, high = report.times.spread
+        computed = " + ".join(f"{value / 1000:.2f}" for value in report.stages_us)
+        terminal.print(
+            f"{report.model}, two stages over {report.transport}: ring {figures['tokens_per_second_ring']} tokens/s "
+            f"({computed} ms of computation), one process {figures['tokens_per_second_local']}"
+        )
+        terminal.print(
+            f"ring to local: {report.times.star_to_local:.3f} (quartiles {low:.3f} to {high:.3f})", style="bold"
+        )
+        _show_common(terminal, report.times.byte_identical, report.load)
+    ctx.exit(0 if report.times.byte_identical else 1)
 
 
 def _show_common(terminal: Terminal, byte_identical: bool, load: tuple[float, float]) -> None:
