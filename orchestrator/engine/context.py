@@ -2,8 +2,7 @@
 
 A step either happens or leaves no trace: when the exchange fails in the middle of a graph, every sequence is as it
 was before the call. Attention caches drop the new positions; recurrent state cannot be cut, so models that have
-any keep a backup while an exchange computes: one sequence a copy-on-write twin, which costs nothing (the state of a
-large model is tens of megabytes), several a copy of their state.
+any keep copies of it while an exchange computes (:mod:`orchestrator.engine.rollback`).
 
 Each sequence has a buffer of its own, filled in order of its positions: attention adds up in that order, so a
 sequence's bytes cannot depend on what else lived in the cache. In a shared buffer a sequence would go on in cells
@@ -12,7 +11,6 @@ that an earlier one left free in front of it, out of order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,6 +21,7 @@ from bindings.library import last_log_line
 from orchestrator.dispatch.exchange import RowExchange
 from orchestrator.engine.hook import GraphHook
 from orchestrator.engine.model import Model
+from orchestrator.engine.rollback import Rollback
 from orchestrator.errors import ComputeError, InputError
 from orchestrator.ring.steps import Clear, Copy, Keep, KvOperation, Remove, Restore, Shift, TokenBatch
 from orchestrator.types import Contract, FloatArray, LayerDescriptor
@@ -31,7 +30,6 @@ INVARIANT_ROWS = 63
 """Most rows of a micro-batch at which the CPU's kernels treat each row alone (64 switches flash attention's)."""
 
 _BATCH_TOKENS = 512
-_TWIN = 1  # the sequence that is the backup of sequence 0
 _NO_SLOT = 1  # llama_decode: the KV cache is full
 
 
@@ -78,10 +76,9 @@ class Context:
         self._exchange = exchange
         needs_hook = exchange is not None or not model.is_whole
         self._hook = GraphHook(exchange, contract) if needs_hook else None
-        self._keeps_backup = model.is_hybrid and exchange is not None
-        self._has_twin = self._keeps_backup and n_sequences == 1
-        self._backups: dict[int, bytes] = {}
-        slots = 2 if self._has_twin else n_sequences
+        keeps_copies = model.is_hybrid and exchange is not None
+        has_twin = keeps_copies and n_sequences == 1
+        slots = 2 if has_twin else n_sequences
         # a recurrent memory needs micro-batches that are a multiple of its sequences
         n_ubatch = max(n_ubatch // slots * slots, slots)
         self.n_batch = n_batch or max(n_ubatch, _BATCH_TOKENS // n_ubatch * n_ubatch)
@@ -92,7 +89,7 @@ class Context:
             n_ubatch=self.n_ubatch,
             n_threads=n_threads,
             n_sequences=slots,
-            unified=self._has_twin,
+            unified=has_twin,
             flash_attention=True if batch_invariant else None,
             embeddings=model.embeds,
         )
@@ -102,6 +99,9 @@ class Context:
             if self._hook:
                 self._hook.close()
             raise ComputeError(f"{model.path}: {error}") from error
+        self._rollback: Rollback | None = None
+        if keeps_copies:
+            self._rollback = Rollback(self._context, has_twin=has_twin, spans_steps=not model.has_window)
         self.n_ctx = min(self._context.n_ctx_sequence, n_ctx)
         self.can_shift = self._context.has_memory and self._context.can_shift()
         self.descriptors: tuple[LayerDescriptor, ...] = self._hook.descriptors() if self._hook else ()
@@ -126,24 +126,20 @@ class Context:
         On any error (the exchange's own, or :class:`ComputeError`) all sequences are as before the call.
         """
         self._check(batch)
-        starts = batch.starts()
-        if self._keeps_backup:
-            self._back_up(starts)
-        try:
-            outcomes = [self._run(part, boundary) for part in batch.split(self.n_batch)]
-        except BaseException:
-            if self._exchange is not None:
-                self._exchange.abort_step()
-            for sequence, start in starts.items():
-                self._take_back(sequence, start)
-            raise
+        self._settle()
+        outcomes = self._step(batch, boundary)
         if len(outcomes) == 1:
             return outcomes[0]
         rows = [outcome.logits for outcome in outcomes if outcome.logits is not None]
         return Outcome(np.concatenate(rows) if rows else None, b"")
 
     def apply(self, operation: KvOperation) -> bool:
-        """Change the caches; False (and nothing changed) where this model's memory cannot do it."""
+        """Change the caches; False (and nothing changed) where this model's memory cannot do it.
+
+        After a failed step this may have to decode again what the step took along, and raise as :meth:`decode`.
+        """
+        if self._rollback is not None:
+            self._make_way(operation, self._rollback)
         context = self._context
         match operation:
             case Remove(sequence, first, last):
@@ -168,7 +164,8 @@ class Context:
         return True
 
     def save(self, sequence: int) -> bytes:
-        """Return a sequence's state for :class:`Restore` in a context made alike."""
+        """Return a sequence's state for :class:`Restore` in a context made alike; may raise as :meth:`decode`."""
+        self._settle()
         try:
             return self._context.save(sequence)
         except NativeError as error:
@@ -176,7 +173,8 @@ class Context:
 
     def length(self, sequence: int) -> int:
         """Return how many positions a sequence has (its highest plus one)."""
-        return self._context.last_position(sequence) + 1
+        length = self._context.last_position(sequence) + 1
+        return length if self._rollback is None else max(length, self._rollback.length(sequence))
 
     def graph(self) -> list[tuple[str, str]]:
         """Return (op, name) of the nodes of the last graph, in order of computation; only of a hooked context."""
@@ -192,6 +190,46 @@ class Context:
             raise InputError(f"token ids must be from 0 to {self.model.n_vocab - 1}")
         if not 0 <= min(sequences) <= max(sequences) < self.n_sequences:
             raise InputError(f"sequence ids must be from 0 to {self.n_sequences - 1}")
+
+    def _step(self, batch: TokenBatch, boundary: bytes) -> list[Outcome]:
+        """Run a batch, or leave no trace of it."""
+        starts = batch.starts()
+        if self._rollback is not None:
+            self._rollback.protect(starts)
+        try:
+            outcomes = [self._run(part, boundary) for part in batch.split(self.n_batch)]
+        except BaseException:
+            if self._exchange is not None:
+                self._exchange.abort_step()
+            if self._rollback is not None:
+                self._rollback.undo()
+            else:
+                for sequence, start in starts.items():
+                    self._context.remove(sequence, start if start else -1, -1)
+            raise
+        if self._rollback is not None:
+            self._rollback.done(batch, boundary)
+        return outcomes
+
+    def _settle(self) -> None:
+        """Decode again what a failed step took along with it."""
+        while self._rollback is not None and self._rollback.owed:
+            batch, boundary = self._rollback.owed[0]
+            self._step(batch, boundary)
+            self._rollback.paid()
+
+    def _make_way(self, operation: KvOperation, rollback: Rollback) -> None:
+        """Have the sequences as they should be before an operation, and copies of them made anew after it."""
+        match operation:
+            case Clear():
+                rollback.clear()
+            case Remove(sequence, 0, -1) if rollback.drop(sequence):
+                pass
+            case _:
+                self._settle()
+        if rollback.owed:
+            return  # the copies are still needed
+        rollback.forget()
 
     def _run(self, batch: TokenBatch, boundary: bytes) -> Outcome:
         if self._exchange is not None:
@@ -238,22 +276,3 @@ class Context:
         for cut in cuts:
             self._context.remove(destination, *cut)
         return True
-
-    def _back_up(self, starts: Mapping[int, int]) -> None:
-        if self._has_twin:
-            self._context.remove(_TWIN, -1, -1)
-            self._context.copy(0, _TWIN)
-        else:
-            self._backups = {
-                sequence: self._context.save(sequence, recurrent_only=True) for sequence in starts if starts[sequence]
-            }
-
-    def _take_back(self, sequence: int, start: int) -> None:
-        if start == 0 or self._has_twin:
-            self._context.remove(sequence, -1, -1)
-            if self._has_twin:
-                self._context.copy(_TWIN, sequence)
-            return
-        if self._keeps_backup:  # first, because a memory with recurrent state behind the cut refuses to be cut
-            self._context.restore(sequence, self._backups[sequence], recurrent_only=True)
-        self._context.remove(sequence, start, -1)

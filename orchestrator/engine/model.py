@@ -51,6 +51,7 @@ class Model:
         self.stage = stage if stage is not None else (0, self.n_layer)
         self.is_whole = self.stage == (0, self.n_layer)
         self.has_output = self.stage[1] == self.n_layer
+        self.has_window = self.metadata.get(f"{self.architecture}.attention.sliding_window", "0") != "0"
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._grammars = GrammarFactory(handle)
 
