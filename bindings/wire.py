@@ -53,6 +53,7 @@ class PeerStruct(ctypes.Structure):
         ("minor", ctypes.c_int32),
         ("send_timeout_ms", ctypes.c_int32),
         ("sleeps", ctypes.c_int32),
+        ("penalty", ctypes.c_int32),
         ("have", ctypes.c_uint64),
         ("sequence", ctypes.c_uint64),
         ("layer", ctypes.c_int32),

@@ -102,7 +102,7 @@ const bool by_instruction = has_instruction();
 
 constexpr auto    brief          = std::chrono::microseconds(5000);
 constexpr auto    taken          = std::chrono::microseconds(100);
-constexpr int32_t sleeps_if_taken = 100;
+constexpr int32_t most_sleeps    = 64;
 
 } // namespace
 
@@ -123,17 +123,20 @@ static int remaining_ms(time_point deadline) {
     return (int) std::max<int64_t>(0, std::min<int64_t>(left + 1, 1 << 30));
 }
 
-got receive(int fd, uint8_t * buffer, size_t capacity, size_t & have, int32_t & sleeps, const time_point * deadline) {
+got receive(int fd, uint8_t * buffer, size_t capacity, size_t & have, linkcpp_wire_patience & patience, const time_point * deadline) {
     const time_point begin = clock_type::now();
     time_point now = begin;
-    bool looks = sleeps == 0;
-    sleeps -= sleeps > 0;
+    bool looks = patience.sleeps == 0;
+    patience.sleeps -= patience.sleeps > 0;
     while (true) {
         const ssize_t n = recv(fd, buffer + have, capacity - have, MSG_DONTWAIT);
         if (n > 0) {
             have += (size_t) n;
-            if (!sleeps && clock_type::now() - begin > brief) {
-                sleeps = 1;
+            if (looks) {
+                patience.penalty = 0;
+            }
+            if (!patience.sleeps && clock_type::now() - begin > brief) {
+                patience.sleeps = 1;
             }
             return got::bytes;
         }
@@ -144,7 +147,8 @@ got receive(int fd, uint8_t * buffer, size_t capacity, size_t & have, int32_t & 
             sched_yield();
             const time_point before = std::exchange(now, clock_type::now());
             if (now - before > taken) {
-                sleeps = sleeps_if_taken;
+                patience.penalty = std::clamp(2 * patience.penalty, 1, most_sleeps);
+                patience.sleeps  = patience.penalty;
             }
             looks = now - before <= taken && now - begin <= brief && (!deadline || now < *deadline);
             continue;

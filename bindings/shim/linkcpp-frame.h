@@ -86,8 +86,7 @@ inline float microseconds(clock_type::duration d) {
 enum class got { bytes, nothing_more, late };
 
 // Wait for bytes until the deadline; adds what came to `have`. An end of the stream or an error is nothing_more.
-// `sleeps` belongs to the connection: receives that sleep before the next that looks.
-got receive(int fd, uint8_t * buffer, size_t capacity, size_t & have, int32_t & sleeps, const time_point * deadline);
+got receive(int fd, uint8_t * buffer, size_t capacity, size_t & have, linkcpp_wire_patience & patience, const time_point * deadline);
 
 // Send all pieces, waiting for room until the deadline. Returns 0, an errno, or -1 where no data was taken in time.
 int send_all(int fd, iovec * pieces, int n_pieces, time_point deadline);

@@ -14,7 +14,7 @@ constexpr size_t kept_samples = 8192;
 struct star_worker {
     int     fd     = -1;
     int32_t minor  = 0;
-    int32_t sleeps = 0;
+    linkcpp_wire_patience patience = {};
     std::vector<uint8_t> received;
     size_t  have   = 0;
     // Other threads read these while the hook writes them.
@@ -175,7 +175,7 @@ bool linkcpp_star::collect(const star_share & share, float * out, uint32_t & com
     }
     uint8_t * frame = worker.received.data();
     while (worker.have < size) {
-        if (receive(worker.fd, frame, size, worker.have, worker.sleeps, &deadline) != got::bytes) {
+        if (receive(worker.fd, frame, size, worker.have, worker.patience, &deadline) != got::bytes) {
             return false;
         }
         if (worker.have >= sizeof(frame_header)) {

@@ -96,7 +96,7 @@ int32_t linkcpp_wire_await(linkcpp_wire_peer * peer) {
     time_point deadline;
     bool begun = false;
     while (true) {
-        const got came = receive(peer->fd, peer->buffer, peer->capacity, have, peer->sleeps, begun ? &deadline : nullptr);
+        const got came = receive(peer->fd, peer->buffer, peer->capacity, have, peer->patience, begun ? &deadline : nullptr);
         peer->have = have;
         if (came != got::bytes) {
             return LINKCPP_WIRE_YOURS;

@@ -27,6 +27,12 @@ struct linkcpp_wire_layer {
     const uint8_t * owned;       // [n_expert]
 };
 
+// How a connection waits: receives that sleep before the next that looks, and how many they will be the next time
+// that somebody else wants the core.
+struct linkcpp_wire_patience {
+    int32_t sleeps, penalty;
+};
+
 // One backbone's connection. Python fills in the first part; `layers` is [n_layers * n_calls].
 struct linkcpp_wire_peer {
     struct linkcpp_experts * experts;
@@ -40,7 +46,7 @@ struct linkcpp_wire_peer {
     int32_t   fd;
     int32_t   minor;             // protocol version that was agreed
     int32_t   send_timeout_ms;
-    int32_t   sleeps;            // internal: waits that sleep before the next that looks
+    struct linkcpp_wire_patience patience;
 
     uint64_t  have;              // bytes in the buffer; of the request, or of what is left to Python
     uint64_t  sequence;          // the request

@@ -6,7 +6,7 @@ every call, and a poll loop with pauses would add its period to every round trip
 
 A thread that the kernel has put to sleep wakes late: 50 us per round trip in a virtual machine, where sending and
 receiving take 30 us. So a link whose last wait was brief looks for bytes without pause before it sleeps. It offers
-its core to others at each look; where one takes it, cores are scarce, and the link sleeps for a while instead.
+its core to others at each look; where one takes it, the next receives sleep, twice as many each time in a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BRIEF: Final = 0.005
 """Seconds of waiting without sleep: a local network and the largest layer's experts, no wide-area network."""
 
 _TAKEN: Final = 100e-6  # seconds for one look: longer, and somebody else has used the core meanwhile
-_SLEEPS: Final = 100  # receives that sleep after that
+_MOST_SLEEPS: Final = 64
 
 
 class SocketLink:
@@ -43,6 +43,9 @@ class SocketLink:
         self._address = address
         self._timeout = 0.0  # what SO_RCVTIMEO is set to; 0 waits without end
         self._sleeps = 0  # receives that sleep before the next that looks; one after a wait that was not brief
+        self._penalty = (
+            0  # what it was set to when another thread took the core, 0 after a look that nobody disturbed
+        )
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         self._poll = poller.poll
@@ -103,10 +106,12 @@ class SocketLink:
             os.sched_yield()
             before, now = now, time.monotonic()
             if now - before > _TAKEN:
-                self._sleeps = _SLEEPS
+                self._penalty = min(max(2 * self._penalty, 1), _MOST_SLEEPS)
+                self._sleeps = self._penalty
                 return
             if now - begin > BRIEF:
                 return
+        self._penalty = 0
 
     def _set_timeout(self, seconds: float) -> None:
         # A value of zero would mean "without end", so the smallest deadline is a microsecond.
