@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from fake_backend import SessionBackend
 from fake_engine import FakeModel, FakeSession
 
-from orchestrator.api.app import Endpoint, ServedModel
+from orchestrator.api.endpoint import Endpoint, ServedModel
 from orchestrator.api.listen import listening
 from orchestrator.api.schema import ModelNames
 from orchestrator.errors import ChatTemplateError
@@ -33,7 +33,7 @@ def served(model: FakeModel, session: FakeSession, gateway: Gateway, statistics=
         now=time.monotonic,
         wall=time.time,
     )
-    return ServedModel(gateway, model, template, report, "twin")
+    return ServedModel.of(gateway, model, template, report, "twin")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 from api_server import fake_server, serving
 from fake_engine import FailOnce, FakeModel, FakeSession, answer
 
-from orchestrator.api.app import Endpoint
+from orchestrator.api.endpoint import Endpoint
 from orchestrator.api.listen import listening
 from orchestrator.api.schema import ModelNames
 from orchestrator.dispatch.exchange import DispatchStatistics, WorkerStatistics

@@ -7,22 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api.app import Endpoint, create_app
-from orchestrator.api.schema import COMMON_FIELDS, IGNORED_FIELDS, REFUSED_FIELDS, ModelNames
+from orchestrator.api.app import create_app
+from orchestrator.api.constraints.schema_values import FORMATS
+from orchestrator.api.endpoint import Endpoint
+from orchestrator.api.schema import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED_FIELDS, REFUSED_FIELDS, ModelNames
 from orchestrator.gateway.gateway import MAX_WAITING
 from orchestrator.gateway.sampling import SamplingParameters
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", sorted(COMMON_FIELDS | IGNORED_FIELDS | REFUSED_FIELDS))
+@pytest.mark.parametrize("name", sorted(CHAT_FIELDS | COMPLETION_FIELDS | IGNORED_FIELDS | REFUSED_FIELDS))
 def test_every_field_is_named(name):
     assert f"`{name}`" in PAGE
 
 
 def test_every_route_is_named():
     routes = {route.resource.canonical for route in create_app(Endpoint(ModelNames("m"))).router.routes()}
-    assert routes - {"/v1/models/{name}"} == set(re.findall(r"`(?:GET|POST) (/[\w/]+)`", PAGE))
+    named = set(re.findall(r"`(?:GET|POST) (/[\w/{}.]*)`", PAGE))
+    assert routes - {"/v1/models/{name}", "/page/{name}"} == named
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_is_named(name):
+    assert f"`{name}`" in PAGE
 
 
 def test_the_defaults_are_the_real_ones():

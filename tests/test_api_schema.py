@@ -4,9 +4,13 @@ import json
 
 import pytest
 
-from orchestrator.api.failures import error_body, status_of
+from orchestrator.api.failures import error_body, retry_after, status_of
+from orchestrator.api.formats import ANY_FORMAT, AnswerFormat
+from orchestrator.api.messages import NO_TOOLS
 from orchestrator.api.schema import ModelNames, parse_chat_request, parse_completion_request
+from orchestrator.api.tools.grammar import Tool
 from orchestrator.errors import (
+    BusyError,
     ChatTemplateError,
     ComputeError,
     ContextLengthError,
@@ -15,10 +19,11 @@ from orchestrator.errors import (
     WorkerTimeoutError,
 )
 from orchestrator.gateway.sampling import SamplingParameters
-from orchestrator.gateway.template import ChatMessage
+from orchestrator.gateway.template import ChatMessage, ToolCall
 
 NAMES = ModelNames("smollm2-moe", "smollm2-moe.gguf")
 HI = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 def chat(**fields):
@@ -59,12 +64,17 @@ def test_all_fields_arrive():
         user="me",
         tools=[],
         response_format={"type": "text"},
-        n=1,
+        n=3,
+        prompt_cache_key="session",
+        typical_p=1.0,
+        echo=False,
     )
     options = request.options
     assert options.sampling == SamplingParameters(0.5, 40, 0.9, 0.05, 1.1, 32, -1.0, 1.5, ((7, -100.0), (8, 3.5)), 7)
     assert (options.max_tokens, options.stop, options.stream, options.include_usage) == (9, ("a", "b"), True, True)
-    assert (options.top_logprobs, options.ignore_end) == (5, True)
+    assert (options.top_logprobs, options.ignore_end, options.n, options.session) == (5, True, 3, "session")
+    assert [options.sampling_of(answer).seed for answer in range(3)] == [7, 8, 9]
+    assert (options.format, request.tools) == (ANY_FORMAT, NO_TOOLS)
     assert request.variables == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
@@ -74,6 +84,7 @@ def test_null_is_absent():
 
 def test_max_completion_tokens_is_the_newer_name():
     assert chat(max_completion_tokens=5, max_tokens=9).options.max_tokens == 5
+    assert chat(max_tokens=-1).options.max_tokens is None
 
 
 def test_content_in_parts_and_the_developer_role():
@@ -92,8 +103,13 @@ def test_content_in_parts_and_the_developer_role():
         ({"messages": ["Hi"]}, None),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [*HI, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].role"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ({"messages": [*HI, {"role": "function", "content": "x", "name": "f"}]}, "messages[1].role"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].function.name",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
@@ -114,13 +130,33 @@ def test_content_in_parts_and_the_developer_role():
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [TOOL], "grammar": "root ::= x"}, "grammar"),
+        ({"tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"json_schema": {"type": "object"}}, "json_schema"),
-        ({"grammar": "root ::= x"}, "grammar"),
+        ({"response_format": "json"}, None),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"type": "object"}}},
+            "response_format.json_schema.type",
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "grammar": "root ::= x"}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"json_schema": "object"}, "json_schema"),
+        ({"grammar": 5}, "grammar"),
+        ({"mirostat": 2}, "mirostat"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"temprature": 0}, "temprature"),
         ({"prompt": "x"}, "prompt"),
@@ -154,13 +190,21 @@ def test_a_body_that_is_no_object(body):
 
 @pytest.mark.parametrize(
     ("prompt", "parsed"),
-    [("Hi", "Hi"), ("", ""), (["Hi"], "Hi"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2))],
+    [
+        ("Hi", ("Hi",)),
+        ("", ("",)),
+        (["Hi"], ("Hi",)),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2]], ((1, 2),)),
+        (["a", "b"], ("a", "b")),
+        ([[1], "b"], ((1,), "b")),
+    ],
 )
 def test_prompts_of_completions(prompt, parsed):
-    assert parse_completion_request({"prompt": prompt}, NAMES, 1).prompt == parsed
+    assert parse_completion_request({"prompt": prompt}, NAMES, 1).prompts == parsed
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [], ["a", "b"], [[1], [2]], [1, "a"], [True], {"a": 1}, [1.5]])
+@pytest.mark.parametrize("prompt", [None, 3, [], [[]], [1, "a"], [True], {"a": 1}, [1.5], ["a"] * 65])
 def test_prompts_that_are_refused(prompt):
     with pytest.raises(RequestError) as caught:
         parse_completion_request({"prompt": prompt}, NAMES, 1)
@@ -172,6 +216,63 @@ def test_completion_fields_that_are_refused(fields):
     with pytest.raises(RequestError):
         parse_completion_request({"prompt": "x", **fields}, NAMES, 1)
     assert parse_completion_request({"prompt": "x", "echo": False, "suffix": "", "logprobs": 2}, NAMES, 1)
+
+
+def test_tools_and_which_of_them_may_be_called():
+    other = {"type": "function", "function": {"name": "g", "description": "G.", "parameters": {}, "strict": True}}
+    tools = chat(tools=[TOOL, other]).tools
+    assert (
+        tools.callable
+        == tools.offered
+        == (
+            Tool("f", "", {"type": "object", "properties": {}}, False),
+            Tool("g", "G.", None, True),
+        )
+    )
+    assert (tools.required, tools.parallel) == (False, True)
+    assert chat(tools=[TOOL], tool_choice="none").tools == NO_TOOLS
+    assert chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).tools.required
+    named = chat(tools=[TOOL, other], tool_choice={"type": "function", "function": {"name": "g"}}).tools
+    assert ([tool.name for tool in named.callable], len(named.offered), named.required) == (["g"], 2, True)
+    some = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    allowed = chat(tools=[TOOL, other], tool_choice={"type": "allowed_tools", "allowed_tools": some}).tools
+    assert ([tool.name for tool in allowed.callable], allowed.required) == (["f"], False)
+
+
+def test_messages_with_calls_and_their_results():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "42"}]},
+    ]
+    assert chat(messages=messages).messages[1:] == (
+        ChatMessage("assistant", "", None, "Hm.", (ToolCall("f", '{"a": 1}', "c1"),)),
+        ChatMessage("tool", "42", tool_call_id="c1"),
+    )
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+        {"guided_json": SCHEMA},
+    ],
+)
+def test_every_way_to_ask_for_a_schema(fields):
+    assert chat(**fields).options.format == AnswerFormat(schema=SCHEMA, param=next(iter(fields)))
+
+
+def test_other_formats():
+    assert chat(response_format={"type": "json_object"}).options.format.schema == {"type": "object"}
+    assert chat(grammar="root ::= [a]").options.format == AnswerFormat(grammar="root ::= [a]", param="grammar")
+    assert chat(grammar="").options.format == ANY_FORMAT
 
 
 def test_errors_in_the_form_of_the_api():
@@ -187,6 +288,9 @@ def test_errors_in_the_form_of_the_api():
     }
     assert status_of(OwnershipError("layer 3 has no owner")) == 503
     assert status_of(ComputeError("failed")) == 500
+    busy = BusyError("full", retry_after=7.4)
+    assert (status_of(busy), retry_after(busy), error_body(busy)["error"]["code"]) == (429, 7, "queue_full")
+    assert (retry_after(error), retry_after(ComputeError("failed"))) == (1, None)
     assert (status_of(ChatTemplateError("no")), error_body(ChatTemplateError("no"))["error"]["type"]) == (
         400,
         "invalid_request_error",

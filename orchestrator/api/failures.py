@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.errors import (
+    BusyError,
     ChatTemplateError,
     ContextLengthError,
     FleetError,
@@ -19,6 +20,13 @@ def status_of(error: LinkcppError) -> int:
     if isinstance(error, ChatTemplateError):
         return 400
     return 503 if isinstance(error, FleetError) else 500
+
+
+def retry_after(error: LinkcppError) -> int | None:
+    """Return in how many seconds another try may do better; None where it will not."""
+    if isinstance(error, BusyError):
+        return max(1, round(error.retry_after))
+    return 1 if status_of(error) in (429, 503) else None
 
 
 def error_body(error: LinkcppError) -> dict[str, object]:

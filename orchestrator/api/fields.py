@@ -54,9 +54,13 @@ class Fields:
             raise invalid(self.name(name), "must be a string")
         return value
 
-    def flag(self, name: str) -> bool:
-        """Return a boolean, false where it is absent."""
-        value = self._values.get(name, False)
+    def names(self) -> frozenset[str]:
+        """Return the names of the fields that are there."""
+        return frozenset(self._values)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return a boolean, ``default`` where it is absent."""
+        value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise invalid(self.name(name), "must be true or false")
         return value

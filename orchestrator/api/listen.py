@@ -9,7 +9,8 @@ from typing import Final
 
 from aiohttp import web
 
-from orchestrator.api.app import Endpoint, create_app
+from orchestrator.api.app import create_app
+from orchestrator.api.endpoint import Endpoint
 from orchestrator.errors import InputError
 from orchestrator.transport.base import HostPort
 

@@ -8,10 +8,12 @@ status 400, because an answer that ignores them is wrong. Unknown names are refu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from orchestrator.api.fields import Fields, invalid, unsupported
+from orchestrator.api.formats import ANY_FORMAT, FORMAT_FIELDS, AnswerFormat, parse_format
+from orchestrator.api.messages import NO_TOOLS, ToolUse, parse_messages, parse_tools
 from orchestrator.errors import RequestError
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.template import ChatMessage
@@ -21,6 +23,8 @@ MAX_STOP_LENGTH: Final = 1024
 MAX_TOKENS: Final = 1 << 31
 MAX_LOGPROBS: Final = 20
 MAX_BIASES: Final = 1024
+MAX_ANSWERS: Final = 64
+"""Most answers to one request: ``n`` times the number of prompts."""
 
 SAMPLING_FIELDS: Final = frozenset(
     {
@@ -39,8 +43,10 @@ SAMPLING_FIELDS: Final = frozenset(
 )
 """``top_k``, ``min_p``, ``repeat_penalty`` (also ``repetition_penalty``) and ``repeat_last_n`` extend OpenAI's."""
 
-COMMON_FIELDS: Final = SAMPLING_FIELDS | frozenset(
-    {
+COMMON_FIELDS: Final = (
+    SAMPLING_FIELDS
+    | FORMAT_FIELDS
+    | {
         "model",
         "stream",
         "stream_options",
@@ -49,9 +55,23 @@ COMMON_FIELDS: Final = SAMPLING_FIELDS | frozenset(
         "logprobs",
         "n",
         "ignore_eos",
+        "prompt_cache_key",
     }
 )
 
+CHAT_FIELDS: Final = COMMON_FIELDS | {
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning_format",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+}
+
+COMPLETION_FIELDS: Final = COMMON_FIELDS | {"prompt", "n_predict"}
 
 IGNORED_FIELDS: Final = frozenset(
     {
@@ -59,57 +79,65 @@ IGNORED_FIELDS: Final = frozenset(
         "metadata",
         "store",
         "service_tier",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
-        "parallel_tool_calls",
         "prediction",
         "verbosity",
         "cache_prompt",
+        "id_slot",
+        "timings_per_token",
+        "return_progress",
+        "return_tokens",
+        "priority",
     }
 )
-"""Fields that cannot make the answer wrong: bookkeeping, hints for speed, and switches of things not asked for."""
-
-REFUSED_FIELDS: Final = frozenset(
-    {
-        "tools",
-        "functions",
-        "tool_choice",
-        "function_call",
-        "response_format",
-        "grammar",
-        "json_schema",
-        "guided_json",
-        "modalities",
-        "audio",
-        "web_search_options",
-        "suffix",
-        "echo",
-        "best_of",
-        "moderation",
-    }
-)
-"""Fields that change the answer and are not implemented; their neutral values are accepted (:data:`_NEUTRAL`)."""
+"""Fields that cannot make the answer wrong: bookkeeping, hints for speed, and figures that are not sent."""
 
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "structured_outputs": ({},),
+    "typical_p": (1,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
+    "dynatemp_exponent": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "samplers": ([],),
+    "n_probs": (0,),
 }
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Templates know ``system`` only; OpenAI's ``developer`` is its later name."""
+REFUSED_FIELDS: Final = frozenset(_NEUTRAL)
+"""Fields that change the answer and are not implemented; their neutral values are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What both kinds of requests share; fields as in :class:`orchestrator.gateway.sequence.GenerationRequest`."""
+    """What both kinds of requests share; fields as in :class:`orchestrator.gateway.sequence.GenerationRequest`.
+
+    ``n`` answers are wanted for each prompt; ``session`` names a conversation whose cache should be found again.
+    """
 
     max_tokens: int | None
     sampling: SamplingParameters
@@ -118,22 +146,35 @@ class GenerationOptions:
     ignore_end: bool
     stream: bool
     include_usage: bool
+    n: int = 1
+    format: AnswerFormat = ANY_FORMAT
+    session: str = ""
+
+    def sampling_of(self, answer: int) -> SamplingParameters:
+        """Return the parameters of the ``answer``-th answer: each has a seed of its own."""
+        seed = (self.sampling.seed + answer) % (1 << 64) if answer else self.sampling.seed
+        return replace(self.sampling, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to continue; ``variables`` are further names for the chat template."""
+    """A conversation to continue; ``variables`` are further names for the chat template.
+
+    ``reads_thoughts``: what the model thinks is told apart from what it says.
+    """
 
     messages: tuple[ChatMessage, ...]
     options: GenerationOptions
     variables: Mapping[str, object]
+    tools: ToolUse = NO_TOOLS
+    reads_thoughts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A text, or its tokens, to continue."""
+    """Texts, or their tokens, to continue."""
 
-    prompt: str | tuple[int, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
     options: GenerationOptions
 
 
@@ -161,63 +202,92 @@ def parse_chat_request(body: object, names: ModelNames, fresh_seed: int) -> Chat
     Raises :class:`RequestError` with the field's name.
     """
     fields = Fields(body)
-    own = {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "reasoning_effort"}
-    _check_fields(fields, own)
+    _check_fields(fields, CHAT_FIELDS)
     top_logprobs = fields.optional_integer("top_logprobs", 0, MAX_LOGPROBS)
     if fields.flag("logprobs"):
         top_logprobs = top_logprobs or 0
     elif top_logprobs is not None:
         raise invalid("top_logprobs", "needs 'logprobs' to be true")
-    max_tokens = fields.optional_integer("max_completion_tokens", 1, MAX_TOKENS)
     variables = dict(fields.mapping("chat_template_kwargs"))
     if fields.get("reasoning_effort") is not None:
         variables["reasoning_effort"] = fields.text("reasoning_effort")
-    options = _options(fields, names, fresh_seed, max_tokens, top_logprobs)
-    return ChatRequest(_messages(fields), options, variables)
+    reasoning_format = fields.text("reasoning_format", "auto")
+    if reasoning_format not in ("auto", "deepseek", "none"):
+        raise invalid("reasoning_format", "must be 'auto' or 'none'")
+    options = _options(fields, names, fresh_seed, "max_completion_tokens", top_logprobs)
+    tools = parse_tools(fields)
+    if tools.callable and options.format.grammar is not None:
+        raise invalid(options.format.param, "says what the whole answer looks like, so there is no room for 'tools'")
+    if tools.callable and options.ignore_end:
+        raise invalid("ignore_eos", "cannot be used with 'tools': calls end where they end")
+    return ChatRequest(parse_messages(fields), options, variables, tools, reasoning_format != "none")
 
 
 def parse_completion_request(body: object, names: ModelNames, fresh_seed: int) -> CompletionRequest:
     """Parse the body of ``/v1/completions``; see :func:`parse_chat_request`."""
     fields = Fields(body)
-    _check_fields(fields, {"prompt"})
+    _check_fields(fields, COMPLETION_FIELDS)
     top_logprobs = fields.optional_integer("logprobs", 0, MAX_LOGPROBS)
-    options = _options(fields, names, fresh_seed, None, top_logprobs)
-    return CompletionRequest(_prompt(fields.get("prompt")), options)
+    options = _options(fields, names, fresh_seed, "n_predict", top_logprobs)
+    prompts = parse_prompts(fields.get("prompt"), "prompt")
+    if len(prompts) * options.n > MAX_ANSWERS:
+        raise invalid("prompt", f"and 'n' ask for more than {MAX_ANSWERS} answers")
+    return CompletionRequest(prompts, options)
 
 
-def _check_fields(fields: Fields, own: set[str]) -> None:
-    fields.refuse_unknown(COMMON_FIELDS | IGNORED_FIELDS | REFUSED_FIELDS | own)
+def parse_prompts(value: object, param: str) -> tuple[str | tuple[int, ...], ...]:
+    """Parse one or more texts, or lists of token ids."""
+    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+        return tuple(_prompt(item, param) for item in value)
+    return (_prompt(value, param),)
+
+
+def _check_fields(fields: Fields, own: frozenset[str]) -> None:
+    fields.refuse_unknown(own | IGNORED_FIELDS | REFUSED_FIELDS)
     for name in sorted(REFUSED_FIELDS):
         value = fields.get(name)
-        if value is not None and value not in _NEUTRAL.get(name, ()):
+        if value is not None and value not in _NEUTRAL[name]:
             raise unsupported(name, "is not supported by this server")
-    if fields.integer("n", 1, 1, 128) != 1:
-        raise unsupported("n", "must be 1: this server gives one answer per request")
 
 
 def _options(
-    fields: Fields, names: ModelNames, fresh_seed: int, max_tokens: int | None, top_logprobs: int | None
+    fields: Fields, names: ModelNames, fresh_seed: int, other_name: str, top_logprobs: int | None
 ) -> GenerationOptions:
     names.check(fields.text("model"))
-    if max_tokens is None:
-        max_tokens = fields.optional_integer("max_tokens", 1, MAX_TOKENS)
+    max_tokens = _max_tokens(fields, other_name) or _max_tokens(fields, "max_tokens")
     stream = fields.flag("stream")
     stream_options = Fields(fields.mapping("stream_options"), "stream_options")
-    stream_options.refuse_unknown({"include_usage", "include_obfuscation"})
+    stream_options.refuse_unknown({"include_usage", "include_obfuscation", "continuous_usage_stats"})
+    if stream_options.flag("continuous_usage_stats"):
+        raise unsupported("stream_options.continuous_usage_stats", "is not supported by this server")
     if fields.get("stream_options") is not None and not stream:
         raise invalid("stream_options", "needs 'stream' to be true")
+    answer_format = parse_format(fields)
+    ignore_end = fields.flag("ignore_eos")
+    if ignore_end and not answer_format.is_free:
+        raise invalid("ignore_eos", f"cannot be used with {answer_format.param!r}: such an answer ends where it ends")
     return GenerationOptions(
         max_tokens=max_tokens,
-        sampling=_sampling(fields, fresh_seed),
+        sampling=parse_sampling(fields, fresh_seed),
         stop=_stop(fields.get("stop")),
         top_logprobs=top_logprobs,
-        ignore_end=fields.flag("ignore_eos"),
+        ignore_end=ignore_end,
         stream=stream,
         include_usage=stream_options.flag("include_usage"),
+        n=fields.integer("n", 1, 1, MAX_ANSWERS),
+        format=answer_format,
+        session=fields.text("prompt_cache_key"),
     )
 
 
-def _sampling(fields: Fields, fresh_seed: int) -> SamplingParameters:
+def _max_tokens(fields: Fields, name: str) -> int | None:
+    """Return a limit; None where it is absent or -1, which some clients say for "no limit"."""
+    value = fields.get(name)
+    return None if value == -1 else fields.optional_integer(name, 1, MAX_TOKENS)
+
+
+def parse_sampling(fields: Fields, fresh_seed: int) -> SamplingParameters:
+    """Parse the fields that say how tokens are chosen."""
     default = SamplingParameters()
     penalty = "repetition_penalty" if fields.get("repetition_penalty") is not None else "repeat_penalty"
     return SamplingParameters(
@@ -256,49 +326,10 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _messages(fields: Fields) -> tuple[ChatMessage, ...]:
-    items = fields.items("messages")
-    if not items:
-        raise invalid("messages", "must hold at least one message")
-    return tuple(_message(Fields(item, f"messages[{number}]")) for number, item in enumerate(items))
-
-
-def _message(fields: Fields) -> ChatMessage:
-    role = fields.text("role")
-    if role in {"tool", "function"} or fields.get("tool_calls") or fields.get("function_call"):
-        raise unsupported(fields.name("role"), "belongs to tool calls, which this server does not support")
-    if role not in _ROLES:
-        raise invalid(fields.name("role"), f"must be one of {', '.join(_ROLES)}")
-    name = fields.text("name") if fields.get("name") is not None else None
-    return ChatMessage(_ROLES[role], _content(fields), name)
-
-
-def _content(fields: Fields) -> str:
-    content = fields.get("content")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(fields.name("content"), "must be a string or a list of text parts")
-    texts = []
-    for number, item in enumerate(content):
-        part = Fields(item, f"{fields.name('content')}[{number}]")
-        if part.text("type") != "text":
-            raise unsupported(
-                part.name("type"), f"{part.text('type')!r} is not supported: this server reads text only"
-            )
-        texts.append(part.text("text"))
-    return "".join(texts)
-
-
-def _prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
+def _prompt(value: object, param: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise invalid("prompt", "must be a string or a list of token ids")
-    if any(isinstance(token, str | list) for token in value):
-        raise unsupported("prompt", "holds several prompts: send one per request")
-    if not value or any(isinstance(token, bool) or not isinstance(token, int) for token in value):
-        raise invalid("prompt", "must be a string or a list of token ids")
-    return tuple(value)
+    tokens = value if isinstance(value, list) else []
+    if not tokens or any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+        raise invalid(param, "must be a string or a list of token ids, or a list of these")
+    return tuple(tokens)

@@ -21,13 +21,21 @@ from orchestrator.api.endpoint import Endpoint, ServedModel
 from orchestrator.api.listen import listening
 from orchestrator.api.schema import ModelNames
 from orchestrator.cli.app import Terminal
-from orchestrator.cli.backbone_options import BackboneOptions, backbone_options, open_model, start_workers
+from orchestrator.cli.backbone_options import (
+    BackboneOptions,
+    backbone_options,
+    deployed_options,
+    open_model,
+    open_stages,
+    start_workers,
+)
 from orchestrator.errors import ChatTemplateError
 from orchestrator.gateway.backend import known_invariance
 from orchestrator.gateway.gateway import MAX_WAITING
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Limits
 from orchestrator.models.catalog import resolve_model
+from orchestrator.models.deployment import Deployment, read_deployment
 from orchestrator.onboarding.findings import BatchInvariance
 from orchestrator.onboarding.records import require
 from orchestrator.transport.base import HostPort, parse_address
@@ -37,12 +45,21 @@ if TYPE_CHECKING:
     from orchestrator.dispatch.exchange import Measurement
     from orchestrator.gateway.backbone import Backbone
     from orchestrator.gateway.gateway import Gateway
+    from orchestrator.gateway.ring_backbone import RingBackbone
 
 COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per expert", "round trip")
 
 
 @click.command("serve")
-@click.argument("model")
+@click.argument("model", required=False)
+@click.option(
+    "--deployment",
+    "file",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="In place of MODEL: serve over the stages and workers of a deployment.",
+)
 @click.option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Where to answer; port 0 takes any.")
 @click.option("--slots", type=click.IntRange(1, 63), default=None, help="Requests answered at once. [default: 4]")
 @click.option("--queue", type=click.IntRange(0), default=MAX_WAITING, show_default=True, help="Requests that wait.")
@@ -60,7 +77,8 @@ COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per exper
 @click.pass_obj
 def command(
     terminal: Terminal,
-    model: str,
+    model: str | None,
+    file: Path | None,
     listen: str,
     slots: int | None,
     queue: int,
@@ -69,19 +87,25 @@ def command(
     as_json: bool,
     options: BackboneOptions,
 ) -> None:
-    """Answer OpenAI-style requests with MODEL (a name or a GGUF file), over workers or in this process.
+    """Answer OpenAI-style requests with MODEL (a name or a GGUF file), over workers, stages or in this process.
 
     Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /status. Ends on Ctrl-C or SIGTERM.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     address = parse_address(listen)
-    path = resolve_model(model)
+    if (model is None) == (file is None):
+        raise click.UsageError("name a MODEL, or a --deployment that names it")
+    deployment = None if file is None else read_deployment(file)
+    if deployment is not None:
+        model, options = deployment.model, deployed_options(deployment, options, slots)
+        slots = deployment.sequences
+    path = resolve_model(str(model))
     verified = None if unverified else require(path, options.contract)
     found = BatchInvariance() if verified is None else verified.invariance
-    service = _Service(slots, Limits(queue, max(1, queue // 2), prefix_memory << 20), found)
+    service = _Service(slots, Limits(queue, max(1, queue // 2), prefix_memory << 20), found, deployment)
     if not address.is_loopback:
         terminal.error(f"warning: {address} answers anyone who can reach it, without encryption")
-    server = _Server(terminal, path, _names(model, path), options, service, as_json=as_json)
+    server = _Server(terminal, path, _names(str(model), path), options, service, as_json=as_json)
     asyncio.run(server.run(address))
 
 
@@ -92,6 +116,7 @@ class _Service:
     slots: int | None
     limits: Limits
     invariance: BatchInvariance
+    deployment: Deployment | None = None
 
 
 class _Server:
@@ -135,7 +160,7 @@ class _Server:
                     self._endpoint.problem = "the server is shutting down"
                     await asyncio.to_thread(backbone.close, gateway)
 
-    async def _load(self, workers: ExitStack) -> Backbone:
+    async def _load(self, workers: ExitStack) -> Backbone | RingBackbone:
         """Start the workers and load the model; a signal ends the process at once."""
         loading = asyncio.ensure_future(asyncio.to_thread(self._start_and_open, workers))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -148,25 +173,27 @@ class _Server:
         stopping.cancel()
         return loading.result()
 
-    def _start_and_open(self, workers: ExitStack) -> Backbone:
+    def _start_and_open(self, workers: ExitStack) -> Backbone | RingBackbone:
+        deployment = self._service.deployment
+        if deployment is not None and deployment.stages:
+            return open_stages(self._terminal, self._path, deployment, self._options)
         addresses = start_workers(self._terminal, workers, self._path, self._options)
         return open_model(self._terminal, self._path, addresses, self._options, slots=self._service.slots)
 
-    def _open(self, backbone: Backbone, gateway: Gateway, bound: HostPort) -> None:
+    def _open(self, backbone: Backbone | RingBackbone, gateway: Gateway, bound: HostPort) -> None:
         """Begin to answer, and say so."""
         template = self._options.template(backbone.model)
         if isinstance(template, ChatTemplateError):
             self._terminal.error(f"warning: {template}")
             self._terminal.error(f"hint: {template.hint}")
-        dispatcher = backbone.dispatcher
-        measurements = () if dispatcher is None else dispatcher.measure()
+        measurements = backbone.measure()
         gateway.start()
         report = FleetReport(
             model=self._endpoint.names.name,
             contract=backbone.contract.value,
             engine=backbone.identity.build,
             state=gateway.state,
-            statistics=None if dispatcher is None else dispatcher.statistics,
+            statistics=backbone.statistics,
             now=time.monotonic,
             wall=time.time,
         )
@@ -198,7 +225,9 @@ class _Server:
                         "" if figures is None else f"{figures.round_trip_ms:.2f} ms",
                     )
                 )
-            self._terminal.table("workers", COLUMNS, rows)
+            deployment = self._service.deployment
+            title = "stages" if deployment is not None and deployment.stages else "workers"
+            self._terminal.table(title, COLUMNS, rows)
         else:
             self._terminal.print("no workers: this process computes the experts itself")
         name = self._endpoint.names.name
