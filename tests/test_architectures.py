@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from orchestrator.engine.synth import recipe_sha256
 from orchestrator.engine.upstream import source_inventory
 from orchestrator.errors import ConfigError, InputError
 from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS
+from orchestrator.models.catalog import Catalog
 from orchestrator.models.upstream_sources import take_inventory
 from orchestrator.onboarding import architectures as series
 from orchestrator.onboarding.architecture_results import ArchitectureResult
@@ -206,6 +208,23 @@ def test_the_command_shows_a_table_and_writes_the_page(tmp_path: Path) -> None:
     assert f"1 of {len(RECIPES)} pass" in text
 
 
+def test_findings_about_models_of_the_catalogue_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "models.toml"
+    shutil.copy(Catalog.load().path, copy)
+    monkeypatch.setenv("LINKCPP_MODELS", str(copy))
+    before = copy.read_text(encoding="utf-8")
+    arguments = ["--all-architectures", "gpt-oss", "grovemoe", "--workers", "2", "--steps", "1", "--record"]
+    result = onboard(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "recorded in the catalogue: gpt-oss\n" in result.stdout
+    found = Catalog.load().results["architecture"]
+    assert found["gpt-oss"]["passed"] is True
+    assert "grovemoe" not in found
+    assert copy.read_text(encoding="utf-8") != before
+    standing = Catalog.load().standing("gpt-oss-120b")
+    assert standing.status in ("architecture passes", "onboarded", "serving")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -213,6 +232,7 @@ def test_the_command_shows_a_table_and_writes_the_page(tmp_path: Path) -> None:
         ("--all-shapes", "llama"),
         ("--all-architectures", "llama", "--inject", "zeros"),
         ("--all-quants", "--steps", "3"),
+        ("--all-quants", "--record"),
         ("--fresh", "model.gguf"),
         (),
         ("a.gguf", "b.gguf"),

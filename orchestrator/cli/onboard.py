@@ -75,14 +75,14 @@ def command(
     """
     terminal: Terminal = ctx.obj
     if series is not None:
-        if contracts or threads or to_catalogue or inject:
-            raise click.UsageError(f"--all-{series} takes no --contract, --threads, --record or --inject")
+        if contracts or threads or inject:
+            raise click.UsageError(f"--all-{series} takes no --contract, --threads or --inject")
         defaults = SeriesOptions()
-        if series == "quants" and (workers or steps is not None or fresh):
-            raise click.UsageError("--all-quants takes no --workers, --steps or --fresh")
+        if series == "quants" and (workers or steps is not None or fresh or to_catalogue):
+            raise click.UsageError("--all-quants takes no --workers, --steps, --fresh or --record")
         counts = parse_ranges(workers, what="--workers") if workers else defaults.worker_counts
         chosen = SeriesOptions(counts, defaults.steps if steps is None else steps, fresh)
-        ctx.exit(run_series(terminal, series, models, chosen, table, as_json=as_json))
+        ctx.exit(run_series(terminal, series, models, chosen, table, to_catalogue=to_catalogue, as_json=as_json))
     if len(models) != 1 or fresh or table:
         raise click.UsageError("give one MODEL, or one of the options --all-...")
     path = resolve_model(models[0])

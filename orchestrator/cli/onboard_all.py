@@ -17,6 +17,7 @@ from orchestrator.onboarding.architectures import (
     denominator,
     known_architectures,
     known_shapes,
+    publish,
     run_architectures,
     run_shapes,
     untried,
@@ -31,24 +32,34 @@ def run_series(
     options: SeriesOptions,
     table: Path | None,
     *,
+    to_catalogue: bool,
     as_json: bool,
 ) -> int:
     """Run one series and return the exit status."""
-    if series == "architectures":
-        return _all_architectures(terminal, names, options, table, as_json=as_json)
     if series == "quants":
         return _all_quants(terminal, names, table, as_json=as_json)
-    return _all_shapes(terminal, names, options, table, as_json=as_json)
+    if series == "architectures":
+        results = _all_architectures(terminal, names, options, as_json=as_json)
+    else:
+        results = _all_shapes(terminal, names, options, as_json=as_json)
+    if table is not None:
+        _write_page(table)
+    if to_catalogue:
+        written = publish(results)
+        if not as_json:
+            terminal.print(
+                f"recorded in the catalogue: {', '.join(written) or 'nothing, no model of it is concerned'}"
+            )
+    return int(any(result.failed for result in results))
 
 
 def _all_architectures(
-    terminal: Terminal, names: tuple[str, ...], options: SeriesOptions, table: Path | None, *, as_json: bool
-) -> int:
-    """Run the gate over architectures, show or write the table, and return the exit status."""
+    terminal: Terminal, names: tuple[str, ...], options: SeriesOptions, *, as_json: bool
+) -> list[ArchitectureResult]:
+    """Run the gate over architectures and show what was found."""
     with terminal.progress("architectures") as progress:
         results = run_architectures(names, options, progress=progress)
     inventory = source_inventory()
-    counted = denominator(inventory)
     if as_json:
         terminal.json(
             {
@@ -65,17 +76,15 @@ def _all_architectures(
         )
     else:
         terminal.table("architectures", COLUMNS, rows(results))
-        terminal.print(counted)
+        terminal.print(denominator(inventory))
         _conclude(terminal, results)
-    if table is not None:
-        _write_page(table, counted)
-    return int(any(result.failed for result in results))
+    return results
 
 
 def _all_shapes(
-    terminal: Terminal, names: tuple[str, ...], options: SeriesOptions, table: Path | None, *, as_json: bool
-) -> int:
-    """Run the gate over the shapes of known models and return the exit status."""
+    terminal: Terminal, names: tuple[str, ...], options: SeriesOptions, *, as_json: bool
+) -> list[ArchitectureResult]:
+    """Run the gate over the shapes of known models and show what was found."""
     with terminal.progress("shapes") as progress:
         results = run_shapes(names, options, progress=progress)
     if as_json:
@@ -83,9 +92,7 @@ def _all_shapes(
     else:
         terminal.table("shapes", ("model", *COLUMNS), [(result.name, *rows([result])[0]) for result in results])
         _conclude(terminal, results)
-    if table is not None:
-        _write_page(table, denominator(source_inventory()))
-    return int(any(result.failed for result in results))
+    return results
 
 
 def _all_quants(terminal: Terminal, names: tuple[str, ...], table: Path | None, *, as_json: bool) -> int:
@@ -135,21 +142,21 @@ def _conclude(terminal: Terminal, results: list[ArchitectureResult]) -> None:
     terminal.print(count_line(results).replace("`", ""), style="bold red" if failed else "bold green")
 
 
-def _write_page(path: Path, counted: str) -> None:
+def _write_page(path: Path) -> None:
     """Write all that is on record for this engine, whatever this run tried."""
     known = known_architectures()
     named = [known.get(name) or untried(name) for name in (*RECIPES, *WITHOUT_EXPERTS)]
-    _write(path, document(named, list(known_shapes().values()), _provenance(counted)))
+    _write(path, document(named, list(known_shapes().values()), _provenance()))
 
 
-def _provenance(counted: str) -> Provenance:
+def _provenance() -> Provenance:
     identity = engine_identity()
     return Provenance(
         command="linkcpp onboard --all-architectures --table FILE",
         engine=identity.build,
         isa=identity.isa,
         date=utc_now().isoformat(),
-        denominator=counted,
+        denominator=denominator(source_inventory()),
     )
 
 

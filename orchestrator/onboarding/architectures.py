@@ -18,6 +18,7 @@ from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.synth import recipe_sha256
 from orchestrator.errors import InputError
 from orchestrator.models.architectures import RECIPES, WITHOUT_EXPERTS
+from orchestrator.models.catalog import Catalog
 from orchestrator.models.faithful import FAITHFUL
 from orchestrator.models.upstream_sources import SourceInventory
 from orchestrator.onboarding.architecture_results import ArchitectureResult, ResultStore
@@ -74,6 +75,33 @@ def known_architectures() -> dict[str, ArchitectureResult]:
 def known_shapes() -> dict[str, ArchitectureResult]:
     """Return what is on record for this engine about shapes of known models, by the models' names."""
     return ResultStore(engine_identity()).load_all(SHAPES, shape=True)
+
+
+def publish(results: Sequence[ArchitectureResult]) -> list[str]:
+    """Write findings into the catalogue where one of its models is concerned; return the names written.
+
+    That of an architecture as ``[architecture.NAME]``, that of a shape as ``[like.NAME]``.
+    """
+    catalog = Catalog.load()
+    used = {row.shape.architecture for row in catalog.rows.values() if row.shape is not None}
+    written = []
+    for result in results:
+        concerned = result.architecture in used if result.like is None else result.like in catalog.rows
+        if result.record is not None and concerned:
+            section = "architecture" if result.like is None else "like"
+            catalog.record(result.name, _condensed(result, result.record), section=section)
+            written.append(result.name)
+    return written
+
+
+def _condensed(result: ArchitectureResult, record: GateRecord) -> dict[str, object]:
+    return {
+        "passed": result.passed,
+        "workers": sorted(record.contracts[Contract.EXACT]),
+        "engine": record.key.engine,
+        "isa": record.key.isa,
+        "created": record.created,
+    }
 
 
 def untried(architecture: str) -> ArchitectureResult:
