@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,8 @@ from orchestrator.types import Contract
 if TYPE_CHECKING:
     from orchestrator.engine.model import Model
     from orchestrator.gateway.backbone import Backbone
+    from orchestrator.gateway.ring_backbone import RingBackbone
+    from orchestrator.models.deployment import Deployment
 
 QUIET_SECONDS: Final = 1.0
 """A model that loads within this time needs no progress, and a pipe no lines about it."""
@@ -169,6 +171,36 @@ def open_model(
             timeout=options.timeout,
             progress=show,
         )
+
+
+def deployed_options(deployment: Deployment, options: BackboneOptions, slots: int | None) -> BackboneOptions:
+    """Take from a deployment what it says; raise :class:`click.UsageError` where an option says otherwise."""
+    said = {
+        "--workers": bool(options.local_workers),
+        "--worker": bool(options.addresses),
+        "--ctx": options.n_ctx is not None,
+        "--slots": slots is not None,
+        "--no-batch-invariant": not options.batch_invariant,
+    }
+    if deployment.stages:
+        said["--contract"] = options.contract is not Contract.EXACT
+    given = next((name for name, is_given in said.items() if is_given), None)
+    if given is not None:
+        raise click.UsageError(f"{given} is for the deployment to say: leave it out")
+    return replace(
+        options,
+        addresses=tuple(worker.address for worker in deployment.workers_of("")),
+        n_ctx=deployment.context,
+        threads=options.threads or deployment.gateway.threads,
+    )
+
+
+def open_stages(terminal: Terminal, path: Path, deployment: Deployment, options: BackboneOptions) -> RingBackbone:
+    """Open the ring of a deployment; the caller closes it."""
+    from orchestrator.gateway.ring_backbone import open_ring
+
+    with terminal.progress("stages"):
+        return open_ring(path, deployment, n_threads=options.n_threads, timeout=options.timeout)
 
 
 def _read(path: Path) -> str:

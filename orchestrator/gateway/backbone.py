@@ -12,6 +12,7 @@ from typing import Final
 import psutil
 
 from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.dispatch.exchange import DispatchStatistics, Measurement
 from orchestrator.engine.context import INVARIANT_ROWS, Context
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
@@ -78,6 +79,15 @@ class Backbone:
             identity=self.fingerprint,
             observer=observer,
         )
+
+    @property
+    def statistics(self) -> Callable[[], DispatchStatistics] | None:
+        """What to ask for the workers' counters, None where there are none."""
+        return None if self.dispatcher is None else self.dispatcher.statistics
+
+    def measure(self) -> Sequence[Measurement]:
+        """Ask each worker how long an expert and a round trip take."""
+        return () if self.dispatcher is None else self.dispatcher.measure()
 
     def close(self, gateway: Gateway | None = None) -> None:
         """End the gateway's requests, say goodbye to the workers, free context and weights.

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from orchestrator.dispatch.dispatcher import Dispatcher
-from orchestrator.dispatch.exchange import DispatchStatistics, WorkerStatistics
+from orchestrator.dispatch.exchange import DispatchStatistics, Measurement, WorkerStatistics
 from orchestrator.engine.context import INVARIANT_ROWS
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
@@ -204,6 +204,10 @@ class RingBackbone:
         )
         steps = max((stage.steps for stage in stages), default=0)
         return DispatchStatistics(workers, steps, steps, ())
+
+    def measure(self) -> Sequence[Measurement]:
+        """Return nothing: stages are timed by the steps that pass them."""
+        return ()
 
     def close(self, gateway: Gateway | None = None) -> None:
         """End the gateway's requests, say goodbye to the stages, free the gateway's own layers."""
