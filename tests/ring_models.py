@@ -68,7 +68,8 @@ def pipeline(path: Path, cuts: Sequence[int], sizes: StageSizes) -> Iterator[Pip
 
 def decode_all(target: Context | Pipeline, steps: Sequence[TokenBatch]) -> list[FloatArray]:
     if isinstance(target, Context):
-        return [logits for step in steps if (logits := target.decode(step).logits) is not None]
+        none = np.empty((0, target.model.n_vocab), np.float32)  # of a step that wanted no logits
+        return [none if (logits := target.decode(step).logits) is None else logits for step in steps]
     return [target.decode(step) for step in steps]
 
 

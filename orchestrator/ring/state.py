@@ -196,9 +196,9 @@ class RingState:
             return self._fail(index, self._explain(item))
         if not isinstance(item, Outcome) or entry.batch is None:
             raise ProtocolError(f"item {number} came out of the ring unfinished")
-        expected = entry.batch.n_outputs, self.facts.n_vocab
-        if item.logits.shape != expected:
-            raise ProtocolError(f"step {number} gave logits of shape {item.logits.shape}, wanted are {expected}")
+        wanted = entry.batch.n_outputs
+        if len(item.logits) != wanted:  # as wide as the vocabulary, or as an embedding
+            raise ProtocolError(f"step {number} gave {len(item.logits)} rows of logits, wanted are {wanted}")
         entry.end(Completion(number, item.logits, spent=item.spent))
         return NOTHING
 
