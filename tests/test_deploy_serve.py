@@ -37,7 +37,7 @@ def model(synthetic: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[str]:
     """The answers of one process."""
-    with running(model, "--unverified", "--ctx", 512) as server:
+    with running(model, "--unverified", "--ctx", 512, "--threads", 1) as server:
         return [answer(server.url, prompt) for prompt in PROMPTS]
 
 
@@ -69,7 +69,7 @@ def test_a_plan_is_deployed_served_and_survives_the_loss_of_a_stage(
     with deploy("--local", file) as deployed:
         running_file = Path(str(deployed.ready["deployment"]))
         assert len(read_deployment(running_file).spares) == 3
-        with running("--deployment", running_file, "--unverified") as server:
+        with running("--deployment", running_file, "--unverified", "--threads", 1) as server:
             stages = server.ready["workers"]
             assert stages[0]["layers"].startswith("0")
             assert len(stages) == 5  # the gateway's two ranges are two lines
@@ -93,7 +93,7 @@ def test_a_star_is_deployed_and_served(model: Path, expected: list[str], tmp_pat
     assert ended.returncode == 0, ended.stderr
     with (
         deploy("--local", file) as deployed,
-        running("--deployment", deployed.ready["deployment"], "--unverified") as server,
+        running("--deployment", deployed.ready["deployment"], "--unverified", "--threads", 1) as server,
     ):
         assert [worker["experts"] for worker in server.ready["workers"]] == ["0-7", "8-15"]
         assert answer(server.url, PROMPTS[1]) == expected[1]
