@@ -142,6 +142,29 @@ def big_decode(stage):
     return decode
 
 
+def test_all_stages_compute_at_the_same_time_while_a_prompt_comes_in(net: Net):
+    names = start(net, [[(0, 4)], [(4, 8)], [(8, 12)]])
+    together = threading.Barrier(3)
+    counts = dict.fromkeys(names, 0)
+
+    def meet(name: str, first: int):
+        def before(_batch: TokenBatch) -> None:
+            counts[name] += 1
+            # stage i computes part k while the one before computes part k + 1
+            if first <= counts[name] < first + 6:
+                together.wait(5)
+
+        return before
+
+    for index, name in enumerate(names):
+        net.stages[name][0].before_decode = meet(name, 3 - index)
+    with net.ring(names) as ring:
+        logits = ring.decode(one_sequence([1] * 64, 0))
+        assert logits.tobytes() == twin_pipeline(()).decode(one_sequence([1] * 64, 0)).tobytes()
+    assert counts == dict.fromkeys(names, 8)
+    assert not together.broken
+
+
 # --- what cannot be a ring ------------------------------------------------------------------------------------
 
 

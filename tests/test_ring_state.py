@@ -449,6 +449,27 @@ def test_a_stage_does_not_trust_its_peer(operation: RingOperation):
         hop.run(wrong)
 
 
+def test_more_logits_than_a_frame_carries_are_refused():
+    hop = twin_pipeline(()).hops[0]
+    hop.compute.n_vocab = 40 << 20
+    fault = hop.run(step_item(1, step([1, 2], 0)))
+    assert isinstance(fault, Fault)
+    assert "320 MiB of logits" in fault.text
+
+
+def test_a_state_saved_of_a_spoiled_sequence_is_forgotten():
+    ring = Watched(twin_pipeline((6,)))
+    number = ring.submit(step([1, 2], 0))
+    ring.advance(0)
+    ring.apply(Save(0, 3))
+    ring.cancel(number)
+    ring.finish()
+    assert [hop.saved_bytes for hop in ring.hops] == [0, 0]
+    with pytest.raises(InputError, match="nothing is saved under 3"):
+        ring.restore(1, 3)
+    ring.check()
+
+
 def test_a_defect_costs_one_step():
     ring = twin_pipeline(())
     heard: list[Exception] = []

@@ -69,7 +69,7 @@ def test_the_gateway_holds_both_ends_and_a_process_two_ranges(synthetic: Callabl
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(StageContext.open(path, LayerRange(*r), SIZES)) for r in ((0, 1), (7, 8))]
         stages = stack.enter_context(
-            LocalStages(path, [[LayerRange(1, 3), LayerRange(5, 7)], [LayerRange(3, 5)]], options=OPTIONS)
+            LocalStages(path, [[LayerRange(1, 3), LayerRange(5, 7)], [LayerRange(3, 5)]], options=OPTIONS, unix=True)
         )
         ring = stack.enter_context(open_ring(path, stages.addresses, ends))
         got = [ring.decode(batch) for batch in batches(tokens, (1, 33, 130), ring.facts.n_batch)]

@@ -31,6 +31,9 @@ from orchestrator.wire.ring_messages import Fault, FaultKind, Operate, Outcome, 
 
 _MOST_MICROSECONDS = 0xFFFFFFFF
 
+_MOST_LOGITS = 240 << 20
+"""Bytes of one step's logits: what a frame can carry, see wire/frame.py."""
+
 _FEW = 16
 """Up to so many tokens Python's min and max are quicker than numpy's fixed cost, by far where caches are cold."""
 
@@ -187,6 +190,12 @@ class Hop:
         self._check_sequence(highest)
         if first < 0:
             raise InputError("positions count from 0")
+        if self.layers.last == self.compute.n_layer and n > 1:
+            size = 4 * batch.n_outputs * self.compute.n_vocab
+            if size > _MOST_LOGITS:
+                raise InputError(
+                    f"{size >> 20} MiB of logits, more than one answer carries: want those of fewer tokens"
+                )
 
     def _check_sequence(self, sequence: int) -> None:
         if not 0 <= sequence < self.compute.n_sequences:
