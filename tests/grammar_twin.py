@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -73,21 +74,19 @@ class GrammarTwin:
             return (self._stacks, b"") if () in self._stacks and not self._held else None
         if not self._pieces[token] or b"\0" in self._pieces[token]:
             return None
-        data = self._held + self._pieces[token]
-        for keep in range(min(4, len(data) + 1)):
-            try:
-                text = data[: len(data) - keep].decode()
-            except UnicodeDecodeError:
-                continue
-            rest = data[len(data) - keep :]
-            if rest and (rest[0] < 0xC2 or rest[0] > 0xF4 or any(not 0x80 <= byte < 0xC0 for byte in rest[1:])):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            text = decoder.decode(self._held + self._pieces[token])
+        except UnicodeDecodeError:
+            return None
+        rest, _ = decoder.getstate()
+        stacks = self._matcher.after(self._stacks, text)
+        if rest:
+            low, high = completions(rest)
+            if 0xD800 <= low <= 0xDFFF:  # Python notices half of a surrogate pair one byte later
                 return None
-            stacks = self._matcher.after(self._stacks, text)
-            if rest:
-                low, high = completions(rest)
-                stacks = frozenset(stack for stack in stacks if stack and may_hold(stack[0], low, high))
-            return (stacks, rest) if stacks else None
-        return None
+            stacks = frozenset(stack for stack in stacks if stack and may_hold(stack[0], low, high))
+        return (stacks, rest) if stacks else None
 
     def allows(self, token: int) -> bool:
         return self._after(token) is not None

@@ -19,6 +19,8 @@ from orchestrator.api.stream import AnswerHead
 from orchestrator.errors import ChatTemplateError, RequestError
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Terms
+from orchestrator.gateway.sequence import Failed, Finished, GenerationRequest
+from orchestrator.gateway.state import StepFigures
 from orchestrator.gateway.template import ChatTemplate
 from orchestrator.status.metrics import Metrics
 
@@ -60,6 +62,20 @@ class ServedModel:
         if isinstance(self.planner, ChatTemplateError):
             raise self.planner
         return self.planner
+
+
+class StepObserver:
+    """Passes the gateway's steps on to the metrics; answers are noted where they are sent."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def step_ended(self, figures: StepFigures) -> None:
+        """Note a step that went well."""
+        self._metrics.note_step(figures.rows, figures.sequences)
+
+    def request_ended(self, request: GenerationRequest, event: Finished | Failed) -> None:
+        """Do nothing."""
 
 
 class Endpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -19,10 +20,12 @@ GRACE_SECONDS: Final = 3.0
 
 
 @asynccontextmanager
-async def listening(endpoint: Endpoint, address: HostPort) -> AsyncIterator[HostPort]:
+async def listening(
+    endpoint: Endpoint, address: HostPort, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[HostPort]:
     """Serve an endpoint while the context is open; gives the address with the port that was bound.
 
-    Raises :class:`InputError` where the address cannot be bound.
+    With ``tls`` connections are encrypted. Raises :class:`InputError` where the address cannot be bound.
     """
     # handler_cancellation: a client that leaves during a long prompt is noticed before the first byte is written.
     runner = web.AppRunner(
@@ -35,7 +38,7 @@ async def listening(endpoint: Endpoint, address: HostPort) -> AsyncIterator[Host
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, address.host, address.port).start()
+            await web.TCPSite(runner, address.host, address.port, ssl_context=tls).start()
         except OSError as error:
             raise _bind_error(address, error) from error
         port = int(runner.addresses[0][1])

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from orchestrator.errors import LinkcppError
+from orchestrator.errors import LinkcppError, RequestError
 from orchestrator.gateway.detokenize import Detokenizer, Released
 from orchestrator.gateway.sampling import (
     Constraint,
@@ -152,9 +152,8 @@ class Sequence:
     def accept(self, logits: FloatArray) -> TextDelta:
         """Choose the next token from ``logits`` [n_vocab] and return the text that became certain."""
         token = choose_token(logits, self.request.sampling, self._history, self.generated, self._constraint)
-        if token is None:  # the text is complete, and the model has no token to say so
-            self.finish_reason = "stop"
-            return _delta(self._text.finish())
+        if token is None:
+            raise RequestError("the grammar leads to where no token of this model fits", code="invalid_grammar")
         self.tokens.append(token)
         self._history.append(token)
         if self._vocabulary.is_end_of_generation(token) and not self.request.ignore_end:

@@ -114,7 +114,7 @@ def learn_syntax(template: ChatTemplate, endings: Collection[str] = ()) -> CallS
 
 def thoughts_of(template: ChatTemplate) -> tuple[str, str] | None:
     """Return the marks around thoughts that a template knows, None where it knows none."""
-    return next((marks for marks in THOUGHTS if marks[1] in template.source), None)
+    return next((marks for marks in THOUGHTS if any(mark in template.source for mark in marks)), None)
 
 
 class _Unlike(Exception):  # noqa: N818  (it never leaves this module)
