@@ -19,7 +19,7 @@ from ring_models import batches, decode_all, same, tokens_of, whole
 
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.stage import StageSizes
-from orchestrator.errors import InputError, WorkerLostError
+from orchestrator.errors import InputError, PlanError, WorkerLostError
 from orchestrator.models.deployment import (
     Deployment,
     StageEntry,
@@ -30,6 +30,7 @@ from orchestrator.models.deployment import (
 from orchestrator.models.gguf import GgufFile
 from orchestrator.ring.client import Ring
 from orchestrator.workers.deployment import DeployedProcesses
+from orchestrator.workers.machine import usable_memory
 
 ROOT = Path(__file__).parent.parent
 SIZES = StageSizes(n_ctx=256)
@@ -216,3 +217,39 @@ def test_only_the_processes_of_a_machine(synthetic: Callable[[str], Path], tmp_p
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "say which processes" in ended.stderr
+
+
+def test_a_machine_without_the_memory_starts_nothing(synthetic: Callable[[str], Path], tmp_path: Path) -> None:
+    """Under a limit of a gigabyte: refused in words before any process begins, and not by a crash."""
+    path = synthetic("step35")
+    plan = Deployment(model=str(path), context=1 << 20, stages=entries((0, 4, 8)))
+    file = written(tmp_path / "d.toml", plan)
+    limited = f"ulimit -v 1000000; exec {sys.executable} -m orchestrator deploy --local {file}"
+    ended = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "stage-1" in ended.stderr
+    assert "are missing" in ended.stderr
+    assert "loading" not in ended.stderr
+    processes = DeployedProcesses(plan, path)
+    processes.check_memory(10**12)
+    with pytest.raises(PlanError, match=r"it has 300 MB"):
+        processes.check_memory(300_000_000)
+
+
+def test_memory_is_what_the_narrowest_limit_leaves(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    groups = tmp_path / "groups"
+    (groups / "a" / "b").mkdir(parents=True)
+    (groups / "memory" / "x").mkdir(parents=True)
+    free = usable_memory(groups=groups, own=tmp_path / "none")
+    own.write_text("0::/a/b\n3:cpu:/\n")
+    (groups / "a" / "b" / "memory.max").write_text("max\n")
+    assert usable_memory(groups=groups, own=own) == pytest.approx(free, rel=0.2)
+    (groups / "a" / "memory.max").write_text("5000\n")
+    (groups / "a" / "memory.current").write_text("1000\n")
+    assert usable_memory(groups=groups, own=own) == 4000
+    own.write_text("4:memory:/x\n")
+    (groups / "memory" / "memory.limit_in_bytes").write_text(f"{0x7FFFFFFFFFFFF000}\n")
+    assert usable_memory(groups=groups, own=own) == pytest.approx(free, rel=0.2)
+    (groups / "memory" / "x" / "memory.limit_in_bytes").write_text("700\n")
+    assert usable_memory(groups=groups, own=own) == 700

@@ -90,8 +90,9 @@ layers = st.lists(st.builds(layer, sizes, st.integers(0, 8), read=st.integers(1,
     illegal=st.sets(st.integers(1, 5), max_size=2),
     extra=st.tuples(*[st.integers(0, 10)] * 4),
     wanted=st.one_of(st.none(), st.integers(1, 6)),
+    home=st.sampled_from((None, "n0")),
 )
-def test_a_plan_fits_and_is_the_best_of_all(layers, memories, speeds, illegal, extra, wanted) -> None:
+def test_a_plan_fits_and_is_the_best_of_all(layers, memories, speeds, illegal, extra, wanted, home) -> None:
     given_cuts = tuple(place for place in illegal if place < len(layers))
     facts = model(
         layers,
@@ -105,11 +106,13 @@ def test_a_plan_fits_and_is_the_best_of_all(layers, memories, speeds, illegal, e
     expected = exhaustive(facts, nodes, wanted)
     if expected is None:
         with pytest.raises(PlanError):
-            plan_ring(facts, nodes, LOAD, n_stages=wanted, process=PROCESS)
+            plan_ring(facts, nodes, LOAD, n_stages=wanted, home=home, process=PROCESS)
         return
-    plan = plan_ring(facts, nodes, LOAD, n_stages=wanted, process=PROCESS)
+    plan = plan_ring(facts, nodes, LOAD, n_stages=wanted, home=home, process=PROCESS)
     check(plan, nodes, wanted)
-    if wanted is None:
+    if home is not None:
+        assert plan.slowest >= expected * (1 - 1e-9)
+    elif wanted is None:
         assert plan.slowest == pytest.approx(expected)
     else:
         assert plan.slowest >= expected * (1 - 1e-9)
@@ -125,7 +128,7 @@ def test_a_sandwich_fits_too(layers, memories, wanted) -> None:
     facts = model(layers, input_weights=5, output_weights=5, scratch=1)
     nodes = machines(*memories)
     try:
-        plan = plan_ring(facts, nodes, LOAD, n_stages=wanted, sandwich="n0", process=PROCESS)
+        plan = plan_ring(facts, nodes, LOAD, n_stages=wanted, home="n0", sandwich=True, process=PROCESS)
     except PlanError:
         measures = Measures.of(facts, LOAD, PROCESS)
         least = (
@@ -163,6 +166,20 @@ def test_sixteen_stages_on_two_machines() -> None:
     assert len(hops(plan, plan.stages[0].node)) == 2, "one way there and one back"
     costs = [stage.cost for stage in plan.stages]
     assert max(costs) <= 2 * min(costs)
+
+
+def test_a_ring_ends_beside_the_gateway_where_that_costs_little() -> None:
+    facts = model([layer(10) for _ in range(30)])
+    nodes = machines(None, None, None)
+    for home in ("n0", "n1", "n2"):
+        gateway = next(node for node in nodes if node.name == home)
+        plan = plan_ring(facts, nodes, LOAD, n_stages=6, home=home)
+        check(plan, nodes, 6)
+        assert plan.route[-1].node is gateway
+        assert len(hops(plan, gateway)) == 3, "each way between two machines once"
+    uneven = model([*(layer(10) for _ in range(4)), layer(100)])
+    slow = machines(None, None, speeds=(1.0, 10.0))
+    assert plan_ring(uneven, slow, LOAD, home="n0").route[-1].node.name == "n1", "not at the price of a slow ring"
 
 
 def test_a_faster_machine_gets_more_layers() -> None:
@@ -230,9 +247,9 @@ def test_refusals_say_what_is_missing_where() -> None:
     with pytest.raises(PlanError, match="cannot be cut into 6 stages, at most into 5"):
         plan_ring(gaps, machines(None), LOAD, n_stages=6)
     with pytest.raises(PlanError, match=r"gateway's machine n0 needs 12.2 GB .* has 10.0 GB"):
-        plan_ring(gaps, machines(10 * GB, 90 * GB), LOAD, sandwich="n0")
+        plan_ring(gaps, machines(10 * GB, 90 * GB), LOAD, home="n0", sandwich=True)
     with pytest.raises(InputError, match="no machine is called 'x'"):
-        plan_ring(gaps, machines(None, None), LOAD, sandwich="x")
+        plan_ring(gaps, machines(None, None), LOAD, home="x")
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
@@ -276,7 +293,7 @@ def test_notes_name_hops_and_balance() -> None:
     text = "\n".join(notes(plan_ring(facts, nodes, LOAD), nodes[0]))
     assert "2 hops between machines (1 round trip), 16 B of activations" in text
     assert "logits come back over the wire" in text
-    text = "\n".join(notes(plan_ring(facts, nodes, LOAD, sandwich="n0"), nodes[0]))
+    text = "\n".join(notes(plan_ring(facts, nodes, LOAD, home="n0", sandwich=True), nodes[0]))
     assert "no logits cross the wire" in text
     assert "2 hops between machines (1 round trip), 32 B of activations" in text
 

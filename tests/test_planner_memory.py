@@ -96,6 +96,26 @@ def test_a_stage_takes_its_share_and_no_more(
         assert found["engine"] + found["used"] <= stage.memory, "the plan counts everything"
 
 
+@pytest.mark.slow
+def test_machines_of_three_two_and_one_parts_keep_within_their_memory(
+    synthetic: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Memory that only just suffices, unevenly spread: what each stage really takes is below its machine's."""
+    path = tmp_path / "model.gguf"
+    synth("step35", path, **SHAPES["step35"])
+    load = load_of(16_384)
+    facts = model_facts(path, load)
+    measures = Measures.of(facts, load, PROCESS_BYTES)
+    need = measures.weights_of(0, 8) + measures.cache_of(0, 8) + 3 * measures.overhead_of(((0, 1),))
+    nodes = [Node(f"n{parts}", f"h{parts}", int(1.25 * need * parts / 6)) for parts in (3, 2, 1)]
+    plan = plan_ring(facts, nodes, load)
+    assert len({stage.node.name for stage in plan.stages}) >= 2
+    for stage in plan.stages:
+        (span,) = stage.ranges
+        found = measure(synthetic("step35"), path, span, 16_384, 1, facts.crossing(span[0]))
+        assert found["engine"] + found["used"] <= (stage.node.memory or 0)
+
+
 UNFIT = """
 import resource, sys
 from pathlib import Path

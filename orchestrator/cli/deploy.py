@@ -16,6 +16,7 @@ from orchestrator.cli.app import Terminal
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.deployment import Deployment, read_deployment, write_deployment
 from orchestrator.workers.deployment import DeployedProcesses
+from orchestrator.workers.machine import usable_memory
 
 COLUMNS: Final = ("process", "kind", "holds", "address", "pid")
 
@@ -35,6 +36,7 @@ _LOOK_SECONDS: Final = 0.5
     default=None,
     help="Write the deployment with the addresses in use. [default with --local: FILE with .running.toml]",
 )
+@click.option("--overcommit", is_flag=True, help="Start even what this machine has not the memory for.")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print one line of JSON instead of a table.")
 @click.option("--until-stdin-ends", is_flag=True, hidden=True)
 @click.pass_obj
@@ -46,6 +48,7 @@ def command(
     threads: int | None,
     timeout: float,
     output: Path | None,
+    overcommit: bool,
     as_json: bool,
     until_stdin_ends: bool,
 ) -> None:
@@ -65,6 +68,8 @@ def command(
         count = len(deployment.stages) + len(deployment.spares) + len(deployment.workers)
         threads = max(1, len(os.sched_getaffinity(0)) // count)
     processes = DeployedProcesses(deployment, path, node=node, threads=threads, timeout=timeout)
+    if not overcommit:
+        processes.check_memory(usable_memory())
     with ExitStack() as stack:
         with terminal.progress("starting") as progress:
             progress(0, None, "processes load")

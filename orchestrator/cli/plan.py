@@ -15,13 +15,14 @@ from orchestrator.engine.facts import load_of, model_facts
 from orchestrator.engine.measure import measure_pieces
 from orchestrator.errors import InputError, PlanError
 from orchestrator.models.catalog import resolve_model
-from orchestrator.models.deployment import write_deployment
+from orchestrator.models.deployment import is_loopback, write_deployment
 from orchestrator.planner.cost import with_times
 from orchestrator.planner.explain import Network, decide, notes
 from orchestrator.planner.inventory import DEFAULT_SPEED, Load, ModelFacts, Node, parse_node
 from orchestrator.planner.plan import PROCESS_BYTES, RingPlan, StarPlan, plan_ring, plan_star
 from orchestrator.transport.base import HostPort
 from orchestrator.transport.round_trip import measure_round_trip
+from orchestrator.workers.machine import usable_memory
 
 
 @click.command("plan")
@@ -68,7 +69,7 @@ def command(
     """Lay MODEL (a name or a GGUF file) over machines: no machine above its memory, all as busy as they are fast.
 
     The model is cut only where its architecture allows it, and no weights are read. MEMORY is what the plan may fill
-    of a machine, like 48GB; without it the machine takes whatever it gets.
+    of a machine, like 48GB; without it a machine takes whatever it gets, and this one (localhost) what it has.
     """
     path = resolve_model(model).resolve()
     load = load_of(n_ctx, sequences)
@@ -81,6 +82,7 @@ def command(
         with terminal.progress("timing the layers") as progress:
             times = measure_pieces(path, facts, n_threads=threads or 1, progress=progress)
         facts, own = with_times(facts, times)
+    machines = _with_own_memory(machines)
     # A machine that nobody measured counts as fast as this one.
     machines = [replace(node, speed=rates.get(node.name, own if measure or rates else None)) for node in machines]
     gateway = next((node for node in machines if node.name == (home or machines[0].name)), None)
@@ -113,6 +115,13 @@ def command(
         terminal.print(f"written to {output}; on each machine: linkcpp deploy --node NAME {output}", style="bold")
 
 
+def _with_own_memory(machines: Sequence[Node]) -> list[Node]:
+    """Give machines that are this one, and for which no memory was named, equal parts of what it has."""
+    own = [node for node in machines if node.memory is None and is_loopback(f"{node.host}:0")]
+    part = usable_memory() // len(own) if own else 0
+    return [replace(node, memory=part) if node in own else node for node in machines]
+
+
 def _plans(
     facts: ModelFacts,
     machines: Sequence[Node],
@@ -133,7 +142,8 @@ def _plans(
                 machines,
                 load,
                 n_stages=stages,
-                sandwich=gateway.name if sandwich else None,
+                home=gateway.name,
+                sandwich=sandwich,
                 process=PROCESS_BYTES,
             )
         except PlanError as error:

@@ -119,7 +119,7 @@ def notes(plan: RingPlan, gateway: Node) -> tuple[str, ...]:
     if any(stage.is_gateway for stage in plan.stages):
         lines.append("the gateway holds the first and the last layers and the output: no logits cross the wire")
     elif plan.route[-1].node.host != gateway.host:
-        lines.append("the logits come back over the wire; --sandwich keeps the last layers beside the gateway")
+        lines.append("the logits come back over the wire; --sandwich keeps the output in the gateway")
     basis = "measured times" if facts.measured else "the bytes that a token reads of each layer"
     assumed = [
         node.name for node in {stage.node.name: stage.node for stage in plan.stages}.values() if not node.speed

@@ -15,6 +15,9 @@ from orchestrator.planner.search import Block, Search
 PROCESS_BYTES = 150_000_000
 """What a stage process takes before it holds anything: interpreter, engine, thread stacks."""
 
+_WORTH_A_HOP = 1.05
+"""How much longer the busiest machine may take for a ring that ends beside the gateway."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -113,12 +116,14 @@ def plan_ring(
     load: Load,
     *,
     n_stages: int | None = None,
-    sandwich: str | None = None,
+    home: str | None = None,
+    sandwich: bool = False,
     process: int = PROCESS_BYTES,
 ) -> RingPlan:
     """Lay the layers over the machines; ``n_stages`` None makes one stage on each machine that is used.
 
-    ``sandwich`` names the machine of the gateway, whose process then holds the first and the last layers and the
+    ``home`` names the machine of the gateway: where it costs little, the last layers are there, which saves a hop and
+    the way of the logits. With ``sandwich`` the gateway's own process holds the first and the last layers and the
     output, and counts as one stage. Raises :class:`PlanError` in words where nothing fits.
     """
     _check(nodes)
@@ -130,15 +135,17 @@ def plan_ring(
         raise PlanError(f"{facts.name} cannot be cut into {n_stages} stages, at most into {units}{why}")
     measures = Measures.of(facts, load, process)
     search = Search(measures)
-    if sandwich is None:
+    gateway = next((node for node in nodes if node.name == home), None)
+    if gateway is None and (home is not None or sandwich):
+        raise InputError(f"no machine is called {home!r}", hint="give the gateway's machine as a --node too")
+    others = [node for node in nodes if node is not gateway]
+    if gateway is None or not sandwich:
         blocks = search.ways(nodes, 0, n_stages).get(units)
         if blocks is None:
             raise shortage(measures, nodes, n_stages)
+        if gateway is not None and len(blocks) > 1 and blocks[-1].node is not gateway:
+            blocks = _ending_at_home(search, gateway, others, n_stages, blocks) or blocks
         return RingPlan(facts, load, _stages(search, measures, blocks))
-    gateway = next((node for node in nodes if node.name == sandwich), None)
-    if gateway is None:
-        raise InputError(f"no machine is called {sandwich!r}", hint="give the gateway's machine as a --node too")
-    others = [node for node in nodes if node is not gateway]
     if not others or n_stages == 1:
         raise InputError("first and last layers on the gateway's machine need stages on others in between")
     return RingPlan(facts, load, _around(search, measures, gateway, others, n_stages))
@@ -194,6 +201,25 @@ def _check(nodes: Sequence[Node]) -> None:
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise InputError(f"two machines are called {double!r}")
+
+
+def _ending_at_home(
+    search: Search, gateway: Node, others: Sequence[Node], n_stages: int | None, blocks: Sequence[Block]
+) -> tuple[Block, ...] | None:
+    """Find a way as good as ``blocks``, or nearly, that ends on the gateway's machine."""
+    last = len(search.places) - 1
+    bound = max(map(search.seconds, blocks)) * _WORTH_A_HOP
+    best: tuple[float, tuple[Block, ...]] | None = None
+    for end, before in search.ways(others, 0, None).items():
+        if end == last or search.need[end, last] > search.limit(gateway, 1):
+            continue
+        found = (*before, Block(gateway, end, last, 1))
+        spread = found if n_stages is None else search.spread(found, n_stages)
+        times = list(map(search.seconds, found))
+        square = sum(time * time for time in times)
+        if spread is not None and max(times) <= bound and (best is None or square < best[0]):
+            best = square, spread
+    return None if best is None else best[1]
 
 
 def _around(

@@ -74,7 +74,7 @@ class Search:
             return found
         spread: dict[int, tuple[Block, ...]] = {}
         for end, blocks in found.items():
-            more = self._spread(blocks, n_stages)
+            more = self.spread(blocks, n_stages)
             if more is None and thoroughly and end - start >= n_stages:
                 more = self._composed(nodes, start, end, n_stages)
             if more is not None:
@@ -136,7 +136,7 @@ class Search:
         fits = (self.need <= self.limit(node, stages)) & (length >= stages) & np.isfinite(self.need)
         return np.where(fits, self.cost / node.effective_speed, inf)
 
-    def _spread(self, blocks: tuple[Block, ...], n_stages: int) -> tuple[Block, ...] | None:
+    def spread(self, blocks: tuple[Block, ...], n_stages: int) -> tuple[Block, ...] | None:
         """Give each machine its number of stages: always one more where a stage takes longest."""
         if len(blocks) > n_stages:
             return None

@@ -9,11 +9,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from orchestrator.errors import FleetError, InputError, LinkcppError, WorkerLostError
+from orchestrator.engine.facts import file_facts, load_of
+from orchestrator.errors import FleetError, InputError, LinkcppError, PlanError, WorkerLostError
 from orchestrator.models.deployment import Deployment, StageEntry, WorkerEntry, is_loopback
+from orchestrator.models.gguf import GgufFile
+from orchestrator.planner.cost import Measures
+from orchestrator.planner.explain import size_text
+from orchestrator.planner.plan import PROCESS_BYTES
 from orchestrator.transport.base import parse_address
 from orchestrator.transport.tcp import connect
 from orchestrator.workers.child import ChildProcess, end_processes
+from orchestrator.workers.ownership import choose_ownership
 
 ANY_PORT: Final = "127.0.0.1:0"
 
@@ -94,6 +100,21 @@ class DeployedProcesses:
             workers=tuple(map(worker, self._deployment.workers)),
         )
 
+    def check_memory(self, available: int) -> None:
+        """Raise :class:`PlanError` if what is to be started here takes more than so many bytes; starts nothing."""
+        file = GgufFile.open(self._model)
+        load = load_of(self._deployment.context, self._deployment.sequences)
+        measures = Measures.of(file_facts(file, load), load, PROCESS_BYTES)
+        needs = {entry.name: _memory(entry, measures, file) for entry, _ in self._entries()}
+        total = sum(needs.values())
+        if total > available:
+            parts = ", ".join(f"{name} {size_text(need)}" for name, need in needs.items())
+            raise PlanError(
+                f"the processes of this machine need {size_text(total)} ({parts}), and it has "
+                f"{size_text(available)}: {size_text(total - available)} are missing",
+                hint="plan with the memory that each machine has (--node NAME=HOST:MEMORY), or add --overcommit",
+            )
+
     @property
     def running(self) -> tuple[Running, ...]:
         """What was started, with the process ids of the last start."""
@@ -102,12 +123,10 @@ class DeployedProcesses:
         )
 
     def __enter__(self) -> DeployedProcesses:
-        plan = self._deployment
         try:
             # Workers first: a stage connects to its own before it is ready.
-            self._launch([(entry, "worker") for entry in plan.workers])
-            stages = [(entry, "stage") for entry in plan.stages] + [(entry, "spare") for entry in plan.spares]
-            self._launch(stages)
+            self._launch([(entry, kind) for entry, kind in self._entries() if kind == "worker"])
+            self._launch([(entry, kind) for entry, kind in self._entries() if kind != "worker"])
             if not self._processes:
                 raise InputError(f"no process of the deployment belongs to {self._node or 'this machine'}")
         except BaseException:
@@ -150,11 +169,17 @@ class DeployedProcesses:
 
     # --- starting ---------------------------------------------------------------------------------------------
 
+    def _entries(self) -> list[tuple[StageEntry | WorkerEntry, str]]:
+        """Return what belongs to this machine, with its kind."""
+        plan = self._deployment
+        found: list[tuple[StageEntry | WorkerEntry, str]] = [(entry, "worker") for entry in plan.workers]
+        found += [(entry, "stage") for entry in plan.stages]
+        found += [(entry, "spare") for entry in plan.spares]
+        return [(entry, kind) for entry, kind in found if self._node is None or entry.node == self._node]
+
     def _launch(self, entries: Sequence[tuple[StageEntry | WorkerEntry, str]]) -> None:
         begun = []
         for entry, kind in entries:
-            if self._node is not None and entry.node != self._node:
-                continue
             process = _Process(entry, kind, ChildProcess(entry.name), self._arguments(entry))
             self._processes.append(process)
             self._start(process, self._listen(entry))
@@ -206,6 +231,16 @@ class DeployedProcesses:
                 time.sleep(_TRY_SECONDS / 2)
             else:
                 return worker.address
+
+
+def _memory(entry: StageEntry | WorkerEntry, measures: Measures, file: GgufFile) -> int:
+    """Return what a process will take in bytes."""
+    if isinstance(entry, StageEntry):
+        ranges = [span for span in entry.layers if span[1] <= measures.facts.n_layer]
+        held = sum(measures.weights_of(*span) + measures.cache_of(*span) for span in ranges)
+        return held + measures.overhead_of(ranges)
+    ownership = choose_ownership(file, entry.layers, entry.experts)
+    return PROCESS_BYTES + sum(file.bytes_per_expert(layer) * len(ids) for layer, ids in ownership.experts.items())
 
 
 def _holds(entry: StageEntry | WorkerEntry) -> str:
