@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import openai
 import pytest
 from serve_process import CHATML, add_template, get, post, run_linkcpp, running
 
+from orchestrator.api.access import Access
+from orchestrator.cli.access_options import ServingOptions
 from orchestrator.workers.local import LocalWorkers
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -214,3 +217,42 @@ def test_a_template_of_ones_own(synthetic, tmp_path):
     with running(synthetic("llama"), "--unverified", "--chat-template", file) as server:
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         assert post(server.url, body, "/v1/chat/completions")[0] == 200
+
+
+def test_keys_encryption_and_the_log_of_a_server(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfirst-key\n\nsecond-key\n")
+    saved = tmp_path / "slots"
+    saved.mkdir()
+    with running(model, "--unverified", "--api-key-file", keys, "--log-json", "--slot-save-path", saved) as server:
+        assert get(server.url, "/health")[0] == 200
+        assert post(server.url, {**BODY, "max_tokens": 1})[0] == 401
+        api = openai.OpenAI(base_url=server.url + "/v1", api_key="second-key", max_retries=0)
+        raw = api.completions.with_raw_response.create(model="tiny", prompt="Once", max_tokens=2, extra_body=GREEDY)
+        identifier = raw.headers["X-Request-Id"]
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.stderr().splitlines() if line.startswith("{")]
+    answered = next(line for line in lines if line.get("request_id") == identifier)
+    assert (answered["status"], answered["completion_tokens"], answered["client"]) == (200, 2, "key 2")
+    assert [line["status"] for line in lines if "status" in line] == [200, 401, 200]
+    for arguments, words in {
+        ("--api-key-file", tmp_path / "none"): "API keys",
+        ("--tls-cert", keys): "certificate",
+        ("--slot-save-path", tmp_path / "none"): "no folder",
+    }.items():
+        done = run_linkcpp("serve", model, "--unverified", "--listen", "127.0.0.1:0", *arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "tls", "warning"),
+    [
+        ((), None, "x answers anyone who can reach it, without encryption"),
+        (("k",), None, "x answers those who have a key, without encryption"),
+        ((), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "x answers anyone who can reach it"),
+        (("k",), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), None),
+    ],
+)
+def test_what_is_said_of_addresses_that_others_can_reach(keys, tls, warning):
+    assert ServingOptions(Access(keys), tls, False, None, None).warn_of("x") == warning

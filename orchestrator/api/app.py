@@ -111,6 +111,8 @@ def _log(endpoint: Endpoint) -> Middleware:
             try:
                 response = await handler(request)
                 status = response.status
+                if not response.prepared:  # a stream's head has left long ago, with the id in it
+                    response.headers["X-Request-Id"] = known.identifier
                 return response
             finally:
                 resource = request.match_info.route.resource

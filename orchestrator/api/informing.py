@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,11 +17,13 @@ from orchestrator.api.messages import parse_messages
 from orchestrator.api.planning import tokenize
 from orchestrator.api.readings import readings
 from orchestrator.api.schema import parse_prompts
-from orchestrator.errors import ChatTemplateError, RequestError
+from orchestrator.errors import ChatTemplateError, InputError, RequestError
 from orchestrator.gateway.gateway import Gateway
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.state import SlotState
 from orchestrator.status.metrics import CONTENT_TYPE, Reading
+
+logger = logging.getLogger(__name__)
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,100}")
 
@@ -76,7 +79,11 @@ class InformingRoutes:
             raise invalid("action", "must be 'save', 'restore' or 'erase'")
         path = _slot_file(served, await read_json(request))
         work = gateway.save_slot if action == "save" else gateway.restore_slot
-        file = await asyncio.to_thread(work, number, path)
+        try:
+            file = await asyncio.to_thread(work, number, path)
+        except InputError as error:
+            logger.warning("slot %d, %s: %s", number, action, error)
+            raise RequestError(f"cannot {action} {path.name!r}: not a file of this model, or none at all") from error
         count = "n_saved" if action == "save" else "n_restored"
         return web.json_response({"id_slot": number, "filename": path.name, count: len(file.tokens)})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from orchestrator.api.endpoint import Endpoint, ServedModel
+from orchestrator.api.endpoint import Endpoint, ServedModel, StepObserver
 from orchestrator.api.listen import listening
 from orchestrator.api.schema import ModelNames
+from orchestrator.cli.access_options import ServingOptions, access_options
 from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import (
     BackboneOptions,
@@ -73,6 +73,7 @@ COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per exper
 )
 @click.option("--unverified", is_flag=True, help="Serve a model that has not passed the gate.")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print one line of JSON instead of a table.")
+@access_options
 @backbone_options
 @click.pass_obj
 def command(
@@ -86,12 +87,14 @@ def command(
     unverified: bool,
     as_json: bool,
     options: BackboneOptions,
+    serving: ServingOptions,
 ) -> None:
     """Answer OpenAI-style requests with MODEL (a name or a GGUF file), over workers, stages or in this process.
 
-    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /status. Ends on Ctrl-C or SIGTERM.
+    Serves a page to chat at /, and the API: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, and
+    more; docs/api.md describes it. Ends on Ctrl-C or SIGTERM.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    serving.begin_log()
     address = parse_address(listen)
     if (model is None) == (file is None):
         raise click.UsageError("name a MODEL, or a --deployment that names it")
@@ -103,9 +106,10 @@ def command(
     verified = None if unverified else require(path, options.contract)
     found = BatchInvariance() if verified is None else verified.invariance
     service = _Service(slots, Limits(queue, max(1, queue // 2), prefix_memory << 20), found, deployment)
-    if not address.is_loopback:
-        terminal.error(f"warning: {address} answers anyone who can reach it, without encryption")
-    server = _Server(terminal, path, _names(str(model), path), options, service, as_json=as_json)
+    warning = None if address.is_loopback else serving.warn_of(address)
+    if warning is not None:
+        terminal.error(f"warning: {warning}")
+    server = _Server(terminal, path, _names(str(model), path), options, service, serving, as_json=as_json)
     asyncio.run(server.run(address))
 
 
@@ -129,6 +133,7 @@ class _Server:
         names: ModelNames,
         options: BackboneOptions,
         service: _Service,
+        serving: ServingOptions,
         *,
         as_json: bool,
     ) -> None:
@@ -136,8 +141,9 @@ class _Server:
         self._path = path
         self._options = options
         self._service = service
+        self._serving = serving
         self._as_json = as_json
-        self._endpoint = Endpoint(names)
+        self._endpoint = Endpoint(names, serving.access, request_timeout=serving.request_timeout)
         self._stop = asyncio.Event()
 
     async def run(self, address: HostPort) -> None:
@@ -146,12 +152,13 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         # Bound before the model is loaded: a port in use is known at once, and clients are told to wait.
-        async with listening(self._endpoint, address) as bound:
+        async with listening(self._endpoint, address, self._serving.tls) as bound:
             with ExitStack() as workers:
                 backbone = await self._load(workers)
                 found = self._service.invariance
                 invariance = known_invariance(backbone.model.architecture, one=found.one, several=found.several)
-                gateway = backbone.gateway(invariance=invariance, limits=self._service.limits)
+                observer = StepObserver(self._endpoint.metrics)
+                gateway = backbone.gateway(invariance=invariance, limits=self._service.limits, observer=observer)
                 try:
                     await asyncio.to_thread(self._open, backbone, gateway, bound)
                     await self._stop.wait()
@@ -197,13 +204,15 @@ class _Server:
             now=time.monotonic,
             wall=time.time,
         )
-        self._endpoint.served = ServedModel.of(gateway, backbone.model, template, report, backbone.identity.build)
+        self._endpoint.served = ServedModel.of(
+            gateway, backbone.model, template, report, backbone.identity.build, self._serving.slot_folder
+        )
         self._say_ready(report, measurements, bound, gateway.n_ctx)
 
     def _say_ready(
         self, report: FleetReport, measurements: Sequence[Measurement], bound: HostPort, n_ctx: int
     ) -> None:
-        url = f"http://{bound}"
+        url = f"http{'' if self._serving.tls is None else 's'}://{bound}"
         snapshot = report.snapshot()
         if self._as_json:
             ready = {"url": url, "pid": os.getpid(), **snapshot.to_json()}
@@ -233,7 +242,7 @@ class _Server:
         name = self._endpoint.names.name
         question = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
         self._terminal.print(f"serving {name} at {url}/v1 (contract {snapshot.contract})")
-        self._terminal.print(f"slots: {len(snapshot.slots)}, each of {n_ctx} tokens")
+        self._terminal.print(f"slots: {len(snapshot.slots)}, each of {n_ctx} tokens; a page to chat: {url}/")
         self._terminal.print(f"try: curl {url}/v1/chat/completions -d '{question}'")
 
 
