@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import click
 
 from orchestrator.bench.dispatch import BUDGET_US, DispatchReport, run_dispatch
+from orchestrator.bench.invariance import Cost, Finding, measure_cost, run_invariance, what_is_tried
 from orchestrator.bench.layer import LayerReport, layer_model, run_layer, shapes
 from orchestrator.bench.ring import measure_ring
 from orchestrator.cli.app import Terminal
@@ -155,6 +159,82 @@ def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, as_j
         )
         _show_common(terminal, report.times.byte_identical, report.load)
     ctx.exit(0 if report.times.byte_identical else 1)
+
+
+@command.command("invariance")
+@click.option("--architecture", "names", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Of the engine. [default: the cores]")
+@click.option("--model", default=DEFAULT_MODEL, help="Measure the cost with this model of the catalogue or file.")
+@click.option("--no-cost", is_flag=True, help="Do not measure the cost.")
+@_pairs
+@_json
+@click.pass_context
+def invariance(
+    ctx: click.Context,
+    names: tuple[str, ...],
+    threads: int | None,
+    model: str,
+    no_cost: bool,
+    pairs: int,
+    as_json: bool,
+) -> None:
+    """Prove that answers do not depend on how tokens are grouped, per architecture, and measure what that costs.
+
+    A synthetic model of each is fed the same tokens in micro-batches of many sizes, and several texts side by side
+    whose mixture changes with every step: each logit must have the bytes of single steps. Exit status 1 if an
+    architecture does not do what the gateway takes for granted.
+    """
+    terminal: Terminal = ctx.obj
+    count = threads or os.cpu_count() or 1
+    with terminal.progress("bench invariance") as progress:
+        findings = run_invariance(names, count, progress=progress)
+    cost = None
+    if not no_cost:
+        with terminal.progress("cost") as progress:
+            path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+            cost = measure_cost(path, count, pairs, progress=progress)
+    good = all(finding.expected for finding in findings)
+    if as_json:
+        terminal.json(
+            {
+                "tried": what_is_tried(),
+                "threads": count,
+                "architectures": [finding.to_json() for finding in findings],
+                "cost": None if cost is None else cost.to_json(),
+                "as_expected": good,
+            }
+        )
+    else:
+        _show_invariance(terminal, findings, cost, count)
+    ctx.exit(0 if good else 1)
+
+
+def _show_invariance(terminal: Terminal, findings: Sequence[Finding], cost: Cost | None, threads: int) -> None:
+    words = {True: "identical", False: "differs", None: "not tried"}
+    terminal.print(f"{what_is_tried()}; {threads} thread(s)", style="bold")
+    terminal.table(
+        "",
+        ("architecture", "one sequence", "several", "what was found", "as expected"),
+        [(f.architecture, words[f.one], words[f.several], f.detail, "yes" if f.expected else "NO") for f in findings],
+    )
+    tried = [finding for finding in findings if finding.one is not None]
+    one = sum(finding.one is True for finding in tried)
+    several = sum(finding.several is True for finding in tried)
+    terminal.print(
+        f"\nbatch-invariant: {one} of {len(tried)} with one sequence, {several} with several", style="bold"
+    )
+    if cost is None:
+        return
+    for what, ratio, (low, high) in (
+        ("prompt", cost.prefill, cost.prefill_quartiles),
+        ("single steps", cost.decode, cost.decode_quartiles),
+        ("steps of four sequences", cost.several, cost.several_quartiles),
+    ):
+        terminal.print(f"{what}: {ratio:.2f} of the stock configuration's speed (quartiles {low:.2f} to {high:.2f})")
+    terminal.print(
+        f"four sequences at once: {cost.several_to_one:.2f} times the tokens/s of one; {cost.model}, "
+        f"load average {cost.load[0]} to {cost.load[1]}"
+    )
 
 
 def _show_common(terminal: Terminal, byte_identical: bool, load: tuple[float, float]) -> None:
