@@ -11,6 +11,7 @@ from orchestrator.bench.dispatch import BUDGET_US, DispatchReport, run_dispatch
 from orchestrator.bench.invariance import Cost, Finding, measure_cost, run_invariance, what_is_tried
 from orchestrator.bench.layer import LayerReport, layer_model, run_layer, shapes
 from orchestrator.bench.ring import measure_ring
+from orchestrator.bench.waiting import CPU_LIMIT, WaitingReport, run_waiting
 from orchestrator.cli.app import Terminal
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.sources import get_model
@@ -239,3 +240,37 @@ def _show_invariance(terminal: Terminal, findings: Sequence[Finding], cost: Cost
 
 def _show_common(terminal: Terminal, byte_identical: bool, load: tuple[float, float]) -> None:
     terminal.print(f"logits byte-identical: {'yes' if byte_identical else 'no'}; load average {load[0]} to {load[1]}")
+
+
+@command.command("waiting")
+@_json
+@click.pass_context
+def waiting(ctx: click.Context, as_json: bool) -> None:
+    """Measure what the backbone does while answers are on the way.
+
+    CPU use over trips of 80 ms, time lost to falling asleep over short ones, and whether a shared expert runs during
+    the trip. Exit status 1 if a decode thread uses 20 % of a core or more, or if the shared expert does not.
+    """
+    terminal: Terminal = ctx.obj
+    with terminal.progress("bench waiting") as progress:
+        path = get_model(DEFAULT_MODEL, progress=progress)
+        report = run_waiting(path, progress=progress)
+    if as_json:
+        terminal.json(report.to_json())
+    else:
+        _show_waiting(terminal, report)
+    ctx.exit(0 if report.sleeps and report.hides else 1)
+
+
+def _show_waiting(terminal: Terminal, report: WaitingReport) -> None:
+    rows = [
+        (
+            "CPU per decode thread, trips of 80 ms",
+            f"{100 * report.cpu_per_thread:.1f} % (limit {100 * CPU_LIMIT:g} %)",
+        ),
+        *((f"added to a wait of {wait:.0f} us", f"{added:.0f} us") for wait, added in report.added_us),
+        ("shared expert, one process", f"{report.shared_local_ms:.2f} ms per layer"),
+        ("shared expert, star at 20 ms", f"{report.shared_star_ms:.2f} ms per layer"),
+    ]
+    terminal.table("", ("figure", "value"), rows)
+    terminal.print(f"load average {report.load[0]} to {report.load[1]}")
