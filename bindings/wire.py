@@ -130,6 +130,7 @@ _SIGNATURES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
         (_P, ctypes.c_bool, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32),
     ),
     "linkcpp_star_link": (None, (_P, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)),
+    "linkcpp_star_give_way": (None, (_P, ctypes.c_int32)),
     "linkcpp_star_arm": (None, (_P, ctypes.c_int32, ctypes.c_int32)),
     "linkcpp_star_disarm": (None, (_P,)),
     "linkcpp_star_number": (ctypes.c_uint64, (_P, ctypes.c_bool)),
@@ -275,6 +276,10 @@ class StarHandle:
     def set_link(self, worker: int, descriptor: int, minor: int) -> None:
         """Give a worker's socket and protocol version."""
         self._shim.linkcpp_star_link(self.address, worker, descriptor, minor)
+
+    def give_way(self, every_ms: int) -> None:
+        """Hand a call to Python at least so often."""
+        self._shim.linkcpp_star_give_way(self.address, every_ms)
 
     def arm(self, timeout_ms: int, max_rows: int) -> None:
         """Take calls of up to so many rows from now on."""

@@ -172,6 +172,18 @@ def test_large_batches_are_pythons_and_numbers_stay_in_order():
         assert [worker.errors for worker in dispatcher.statistics().workers] == [0, 0]
 
 
+def test_native_code_gives_way_to_python_now_and_then():
+    with fake_star(SPLITS[0]) as dispatcher:
+        dispatcher.native.give_way(40)
+        dispatcher.begin_step()
+        run(dispatcher, some_batch(1, 0))
+        assert dispatcher.python_calls == 0
+        time.sleep(0.05)
+        for seed in range(3):
+            run(dispatcher, some_batch(1, seed))
+        assert dispatcher.python_calls == 2  # one dispatch and its combine
+
+
 def test_a_call_given_up_between_send_and_answer_leaves_late_frames_and_no_error():
     with fake_star(SPLITS[1]) as dispatcher:
         dispatcher.begin_step()

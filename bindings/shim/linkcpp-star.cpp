@@ -50,6 +50,8 @@ struct linkcpp_star {
     bool     armed    = false;
     int32_t  max_rows = 0;
     std::chrono::milliseconds timeout{0};
+    std::chrono::milliseconds gives_way{0};
+    time_point python_was_asked;
     uint64_t sequence = 0;
 
     std::vector<star_worker> workers;
@@ -228,8 +230,10 @@ void linkcpp_star::leave(int32_t problem, int32_t error, int32_t worker, int32_t
 int32_t linkcpp_star::dispatch(const linkcpp_event & event) {
     const time_point begin = clock_type::now();
     call.pending = false;
-    const std::vector<int32_t> * owners = armed && event.n_tokens <= max_rows ? route_of(event) : nullptr;
+    const bool gives = gives_way.count() > 0 && begin - python_was_asked > gives_way;
+    const std::vector<int32_t> * owners = armed && !gives && event.n_tokens <= max_rows ? route_of(event) : nullptr;
     if (!owners || !group(event, *owners)) {
+        python_was_asked = begin;
         return fallback(&event, user_data);
     }
     call.layer    = event.layer;
@@ -322,7 +326,10 @@ void linkcpp_star_arm(linkcpp_star * star, int32_t timeout_ms, int32_t max_rows)
     star->armed        = true;
     star->call.pending = false;
     star->has_rest     = false;
+    star->python_was_asked = clock_type::now();
 }
+
+void linkcpp_star_give_way(linkcpp_star * star, int32_t every_ms) { star->gives_way = std::chrono::milliseconds(every_ms); }
 
 void linkcpp_star_disarm(linkcpp_star * star) {
     star->armed        = false;

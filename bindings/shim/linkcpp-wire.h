@@ -109,6 +109,8 @@ LLAMA_API int32_t  linkcpp_star_event(const struct linkcpp_event * event, void *
 // Who computes each expert of a call, by worker; forgets the routes of before when `first`.
 LLAMA_API void     linkcpp_star_route(struct linkcpp_star * star, bool first, int32_t layer, int32_t call, const int32_t * owners, int32_t n_expert);
 LLAMA_API void     linkcpp_star_link(struct linkcpp_star * star, int32_t worker, int32_t fd, int32_t minor);
+// Hand a call to Python at least every so many milliseconds, so that it can end the step; 0: never.
+LLAMA_API void     linkcpp_star_give_way(struct linkcpp_star * star, int32_t every_ms);
 // Until disarmed, calls of up to max_rows rows are native. An unfinished call is forgotten by both.
 LLAMA_API void     linkcpp_star_arm(struct linkcpp_star * star, int32_t timeout_ms, int32_t max_rows);
 LLAMA_API void     linkcpp_star_disarm(struct linkcpp_star * star);

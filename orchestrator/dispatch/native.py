@@ -60,6 +60,9 @@ class NativeStar(Protocol):
     def set_link(self, worker: int, descriptor: int, minor: int) -> None:
         """Give a worker's socket and protocol version."""
 
+    def give_way(self, every_ms: int) -> None:
+        """Hand a call to Python at least so often, so that it can end the step."""
+
     def arm(self, timeout_ms: int, max_rows: int) -> None:
         """Take calls of up to so many rows from now on."""
 

@@ -44,6 +44,10 @@ class EngineStar:
         """Give a worker's socket and protocol version."""
         self.handle.set_link(worker, descriptor, minor)
 
+    def give_way(self, every_ms: int) -> None:
+        """Hand a call to Python at least so often, so that it can end the step."""
+        self.handle.give_way(every_ms)
+
     def arm(self, timeout_ms: int, max_rows: int) -> None:
         """Take calls of up to so many rows from now on."""
         self.handle.arm(timeout_ms, max_rows)

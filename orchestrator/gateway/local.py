@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.exchange import RowExchange
+from orchestrator.dispatch.native import NativeStar
 from orchestrator.engine.context import Context
 from orchestrator.errors import EngineError, LinkcppError, StepDroppedError
 from orchestrator.gateway.backend import BackendFacts, Invariance, StepResult
@@ -17,11 +19,21 @@ from orchestrator.types import ExpertBatch, FloatArray
 logger = logging.getLogger(__name__)
 
 
+WATCH_MS: Final = 50
+"""How long an unwanted step goes on at most before somebody looks, where native code carries the rows."""
+
+
 class WatchedExchange:
-    """Carries rows as another exchange does, and ends a step that nobody wants any more at its next MoE layer."""
+    """Carries rows as another exchange does, and ends a step that nobody wants any more at a MoE layer soon after.
+
+    ``native`` is the other exchange's native code, which gives way to this class now and then.
+    """
 
     def __init__(self, exchange: RowExchange) -> None:
         self._exchange = exchange
+        self.native: NativeStar | None = getattr(exchange, "native", None)
+        if self.native is not None:
+            self.native.give_way(WATCH_MS)
         self.wanted: Callable[[], bool] = lambda: True
 
     def begin_step(self) -> None:
