@@ -78,7 +78,6 @@ class GeneratingRoutes:
         self._endpoint.ready()
         raise RequestError(
             f"{self._endpoint.names.name!r} continues text and makes no embeddings",
-            status=501,
             code="unsupported_operation",
             hint="serve a model made for embeddings elsewhere",
         )

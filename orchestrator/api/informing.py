@@ -204,7 +204,7 @@ def _slot_body(slot: SlotState, n_ctx: int) -> dict[str, object]:
 
 def _single(gateway: AnswersRequests) -> Gateway:
     if not isinstance(gateway, Gateway):
-        raise RequestError("slots of several replicas cannot be saved", status=501, code="unsupported_operation")
+        raise RequestError("slots of several replicas cannot be saved", code="unsupported_operation")
     return gateway
 
 
@@ -213,7 +213,6 @@ def _slot_file(served: ServedModel, body: object) -> Path:
     if served.slot_folder is None:
         raise RequestError(
             "this server saves no slots",
-            status=501,
             code="unsupported_operation",
             hint="start it with --slot-save-path",
         )

@@ -57,13 +57,13 @@ def _paths() -> Document:
         "/v1/responses": {
             "post": _generating("Continue a conversation, as text.", "ResponseRequest", "Response", "ResponseEvent")
         },
-        "/v1/embeddings": {"post": _operation("Not available here.", None, "EmbeddingRequest", ("501",))},
+        "/v1/embeddings": {"post": _operation("Not available here.", None, "EmbeddingRequest", ("404",))},
         "/v1/models": {"get": _operation("List the one model.", "ModelList")},
         "/v1/models/{name}": {
             "get": _operation("Describe the model.", "Model", parameters=[_path_parameter("name")], more=("404",))
         },
-        "/tokenize": {"post": _operation("Turn text into tokens.", "Tokens", "TokenizeRequest")},
-        "/detokenize": {"post": _operation("Turn tokens into text.", "Text", "DetokenizeRequest")},
+        "/tokenize": {"post": _operation("Turn text into tokens.", "Tokens", "TokenizeRequest", ("404",))},
+        "/detokenize": {"post": _operation("Turn tokens into text.", "Text", "DetokenizeRequest", ("404",))},
         "/health": {"get": _operation("Tell whether requests can be answered.", "Health", open_to_all=True)},
         "/v1/health": {"get": _operation("Tell whether requests can be answered.", "Health", open_to_all=True)},
         "/status": {"get": _operation("The fleet as it is now.", "Status")},
@@ -74,7 +74,7 @@ def _paths() -> Document:
                 "Save, restore or erase what an idle slot holds.",
                 "SlotResult",
                 "SlotRequest",
-                ("404", "409", "501"),
+                ("404", "409"),
                 parameters=[
                     {**_path_parameter("slot"), "schema": {"type": "integer", "minimum": 0, "maximum": 999999}},
                     {
@@ -102,7 +102,13 @@ def _generating(summary: str, body: str, answer: str, event: str) -> Document:
     operation = _operation(summary, answer, body, ("401", "403", "404", "413", "429", "504"))
     responses = operation["responses"]
     if isinstance(responses, dict):
-        responses["200"]["content"]["text/event-stream"] = {"schema": reference(event)}
+        # Each event's data is the JSON text of one body; an error ends the stream.
+        body_schema = {"anyOf": [reference(event), reference("Error")]}
+        text = {"type": "string", "contentMediaType": "application/json", "contentSchema": body_schema}
+        data = {"anyOf": [text, {"const": "[DONE]"}]}
+        responses["200"]["content"]["text/event-stream"] = {
+            "schema": {"type": "object", "properties": {"event": {"type": "string"}, "data": data}}
+        }
     return operation
 
 
