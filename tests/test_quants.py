@@ -110,9 +110,6 @@ def test_repacking_on_one_side_only_is_seen(repacked: Path) -> None:
     assert not _differs(repacked, 1, 1, shares)
 
 
-@pytest.mark.xfail(
-    reason="the store leaves a stack of one expert as it is: ggml repacks only what has three dimensions"
-)
 def test_a_worker_with_a_single_expert_repacks_it_too(repacked: Path) -> None:
     file = GgufFile.open(repacked)
     others = range(1, file.n_expert)

@@ -216,7 +216,9 @@ int64_t linkcpp_experts::load(const char * name, ggml_type type, const int64_t *
     held.ctx.reset(ggml_init(params));
     int64_t shape[GGML_MAX_DIMS] = { 1, 1, 1, 1 };
     std::copy_n(ne, n_dims, shape);
-    shape[n_dims - 1] = map ? n_expert : n_ids;
+    // With a single expert ggml sees a matrix, and repacking buffers multiply by expert id only with stacks of them.
+    const int n_slots = !map && !extra_bufts.empty() && n_ids == 1 && n_expert > 1 ? 2 : n_ids;
+    shape[n_dims - 1] = map ? n_expert : n_slots;
     held.tensor = ggml_new_tensor(held.ctx.get(), type, GGML_MAX_DIMS, shape);
     ggml_set_name(held.tensor, name);
 
@@ -231,7 +233,7 @@ int64_t linkcpp_experts::load(const char * name, ggml_type type, const int64_t *
         }
         ggml_backend_tensor_alloc(file->buffer.get(), held.tensor, (char *) file->address + offset);
     } else {
-        const size_t expert_bytes = ggml_nbytes(held.tensor) / n_ids;
+        const size_t expert_bytes = ggml_nbytes(held.tensor) / n_slots;
         ggml_backend_buffer_type_t buft = buffer_type_for(held.tensor, name);
         held.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(held.ctx.get(), buft));
         if (!held.buffer) {
