@@ -8,13 +8,15 @@ import signal
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from range_server import serving
 from serve_process import get, post, run_linkcpp, running
 from test_deploy import deploy, written
 
-from orchestrator.models.deployment import Deployment, StageEntry, WorkerEntry, read_deployment
+from orchestrator.models.deployment import Deployment, GatewayEntry, StageEntry, WorkerEntry, read_deployment
 
 PROMPTS = ["one", "two and three", "a longer text, to be read in several steps " * 2, "four"]
 
@@ -97,6 +99,32 @@ def test_a_star_is_deployed_and_served(model: Path, expected: list[str], tmp_pat
     ):
         assert [worker["experts"] for worker in server.ready["workers"]] == ["0-7", "8-15"]
         assert answer(server.url, PROMPTS[1]) == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sandwich", [False, True])
+def test_nobody_needs_the_whole_file(
+    model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sandwich: bool
+) -> None:
+    """Stages and gateway download what they hold from a server; nobody has the model."""
+    for name, variable in (("cache", "LINKCPP_CACHE"), ("data", "LINKCPP_DATA")):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "m.gguf").symlink_to(model)
+    ends = GatewayEntry(((0, 2), (7, 8))) if sandwich else GatewayEntry()
+    cuts = (2, 4, 7) if sandwich else (0, 4, 8)
+    stages = tuple(StageEntry(f"s{i}", (span,), "127.0.0.1:0") for i, span in enumerate(pairwise(cuts)))
+    with serving(tmp_path / "served") as server:
+        plan = Deployment(server.url("m.gguf"), 512, 2, ends, stages)
+        with (
+            deploy("--local", written(tmp_path / "d.toml", plan)) as deployed,
+            running("--deployment", deployed.ready["deployment"], "--unverified", "--threads", 1) as gateway,
+        ):
+            assert answer(gateway.url, PROMPTS[2]) == expected[2]
+        assert server.total_sent < 1.3 * model.stat().st_size
+    for share in (tmp_path / "data" / "shares").glob("*.gguf"):
+        assert share.stat().st_size < 0.7 * model.stat().st_size
 
 
 def test_what_a_deployment_says_cannot_be_said_again(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import click
 from orchestrator.cli.app import Terminal
 from orchestrator.errors import ChatTemplateError, InputError
 from orchestrator.gateway.template import ChatTemplate, missing_template
+from orchestrator.models.catalog import resolve_model
 from orchestrator.transport.base import parse_address
 from orchestrator.types import Contract
 
@@ -193,6 +194,19 @@ def deployed_options(deployment: Deployment, options: BackboneOptions, slots: in
         n_ctx=deployment.context,
         threads=options.threads or deployment.gateway.threads,
     )
+
+
+def deployed_file(terminal: Terminal, deployment: Deployment) -> Path:
+    """Return the file that the gateway of a deployment needs: the model's, or what it holds of one on a server."""
+    from orchestrator.cli.stage_file import stage_file, tokenizer_file
+    from orchestrator.ring.layout import LayerRange
+
+    ranges = [LayerRange(first, last) for first, last in deployment.gateway.layers]
+    if not deployment.stages:
+        return resolve_model(deployment.model)
+    if not ranges:
+        return tokenizer_file(terminal, deployment.model)
+    return stage_file(terminal, deployment.model, ranges, without_experts=bool(deployment.workers_of("")))
 
 
 def open_stages(terminal: Terminal, path: Path, deployment: Deployment, options: BackboneOptions) -> RingBackbone:

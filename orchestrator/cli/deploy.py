@@ -13,6 +13,7 @@ from typing import Final
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.stage_file import is_remote
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.deployment import Deployment, read_deployment, write_deployment
 from orchestrator.workers.deployment import DeployedProcesses
@@ -62,13 +63,14 @@ def command(
     if until_stdin_ends:
         threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
     deployment = read_deployment(file)
-    path = resolve_model(deployment.model).resolve()
+    remote = is_remote(deployment.model)
+    model = deployment.model if remote else resolve_model(deployment.model).resolve()
     if local and threads is None:
         # Processes of one machine share its cores; more threads than cores only wait for one another.
         count = len(deployment.stages) + len(deployment.spares) + len(deployment.workers)
         threads = max(1, len(os.sched_getaffinity(0)) // count)
-    processes = DeployedProcesses(deployment, path, node=node, threads=threads, timeout=timeout)
-    if not overcommit:
+    processes = DeployedProcesses(deployment, model, node=node, threads=threads, timeout=timeout)
+    if not overcommit and not remote:
         processes.check_memory(usable_memory())
     with ExitStack() as stack:
         with terminal.progress("starting") as progress:

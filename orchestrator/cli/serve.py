@@ -24,6 +24,7 @@ from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import (
     BackboneOptions,
     backbone_options,
+    deployed_file,
     deployed_options,
     open_model,
     open_stages,
@@ -102,7 +103,7 @@ def command(
     if deployment is not None:
         model, options = deployment.model, deployed_options(deployment, options, slots)
         slots = deployment.sequences
-    path = resolve_model(str(model))
+    path = resolve_model(str(model)) if deployment is None else deployed_file(terminal, deployment)
     verified = None if unverified else require(path, options.contract)
     found = BatchInvariance() if verified is None else verified.invariance
     service = _Service(slots, Limits(queue, max(1, queue // 2), prefix_memory << 20), found, deployment)
@@ -249,4 +250,4 @@ class _Server:
 def _names(model: str, path: Path) -> ModelNames:
     """Name the served model: as the user wrote it if that is a name, else by its file; both are understood."""
     is_path = os.sep in model or model.endswith(".gguf")
-    return ModelNames(path.stem if is_path else model, model, path.name, path.stem)
+    return ModelNames(Path(model).stem if is_path else model, model, path.name, path.stem)

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.stage_file import stage_file
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.engine.context import INVARIANT_ROWS
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.stage import StageContext, StageSizes
 from orchestrator.errors import InputError
-from orchestrator.models.catalog import resolve_model
 from orchestrator.models.gguf import GgufFile
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.layout import merge, parse_layers
@@ -103,9 +103,10 @@ def command(
     as_json: bool,
     until_stdin_ends: bool,
 ) -> None:
-    """Hold layers of MODEL (a name or a GGUF file) and compute them for a ring until SIGTERM or Ctrl-C.
+    """Hold layers of MODEL (a name, a GGUF file or an address) and compute them for a ring until SIGTERM or Ctrl-C.
 
-    Weights are read and caches are made for these layers only, so a file with no others is enough. All stages of a
+    Weights are read and caches are made for these layers only, so a file with no others is enough, and of a model on
+    a server (https://..., hf://...) only these layers are downloaded. All stages of a
     ring need the same model, --ctx, --sequences, --ubatch and --batch.
     """
     terminal: Terminal = ctx.obj
@@ -113,9 +114,10 @@ def command(
         _watch_stdin()
     if repack and batch_invariant:
         raise InputError("--repack adds in an order that depends on the batch", hint="add --no-batch-invariant")
-    path = resolve_model(model)
+    wanted = [parse_layers(text) for text in ranges]
+    path = stage_file(terminal, model, wanted, without_experts=bool(workers))
     file = GgufFile.open(path)
-    layers = merge([parse_layers(text) for text in ranges], file.n_layer)
+    layers = merge(wanted, file.n_layer)
     if workers:
         file.require_moe()
     n_threads = threads or len(os.sched_getaffinity(0))

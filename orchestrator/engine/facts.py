@@ -10,6 +10,7 @@ from orchestrator.engine.context import INVARIANT_ROWS
 from orchestrator.engine.model import Model
 from orchestrator.engine.survey import survey
 from orchestrator.models.caches import LayerCache, context_cells, layer_caches
+from orchestrator.models.deployment import Deployment
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.gguf_manifest import TensorShape, expert_count, is_expert_tensor
 from orchestrator.planner.inventory import Cut, Layer, Load, ModelFacts
@@ -22,6 +23,15 @@ _SINGLE: Final = 4  # bytes of F32
 def load_of(n_ctx: int, n_sequences: int = 1) -> Load:
     """Return the load of a context as the engine rounds it."""
     return Load(context_cells(n_ctx), n_sequences)
+
+
+def ring_rows(deployment: Deployment) -> int:
+    """Return the micro-batch that all processes of a ring can have: an even one where experts are computed elsewhere.
+
+    There a model with recurrent state keeps a twin of its one sequence, and its micro-batch is a multiple of two.
+    """
+    has_twins = bool(deployment.workers) and deployment.sequences == 1
+    return INVARIANT_ROWS // 2 * 2 if has_twins else INVARIANT_ROWS
 
 
 def model_facts(path: str | Path, load: Load, *, rows: int = INVARIANT_ROWS) -> ModelFacts:

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.exchange import DispatchStatistics, Measurement, WorkerStatistics
-from orchestrator.engine.context import INVARIANT_ROWS
+from orchestrator.engine.facts import ring_rows
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
 from orchestrator.engine.stage import StageContext, StageSizes
@@ -250,7 +250,8 @@ def open_ring(
     """
     file = GgufFile.open(path)
     identity = engine_identity(repack=False)
-    sizes = StageSizes(deployment.context, deployment.sequences, INVARIANT_ROWS)
+    rows = ring_rows(deployment)
+    sizes = StageSizes(deployment.context, deployment.sequences, rows)
     workers = [worker.address for worker in deployment.workers_of("")]
     with ExitStack() as undo:
         local: list[StageContext] = []
@@ -304,7 +305,7 @@ def open_ring(
         identity=identity,
         token_bytes=sum(cache.per_token for cache in layer_caches(file)) or 1,
         n_expert=file.n_expert,
-        n_ubatch=max(INVARIANT_ROWS // deployment.sequences * deployment.sequences, deployment.sequences),
+        n_ubatch=max(rows // deployment.sequences * deployment.sequences, deployment.sequences),
         fingerprint=f"{file.header_sha256} {identity.build} {identity.isa} ring",
     )
 

@@ -331,7 +331,7 @@ def _check(place: _Place, deployment: Deployment) -> None:
 
 
 def _is_path(model: str) -> bool:
-    return os.sep in model or model.endswith(".gguf")
+    return "://" not in model and (os.sep in model or model.endswith(".gguf"))
 
 
 def _table(own: Mapping[str, str | None], node: str, threads: int | None) -> tomlkit.items.Table:

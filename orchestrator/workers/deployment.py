@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from orchestrator.engine.facts import file_facts, load_of
+from orchestrator.engine.facts import file_facts, load_of, ring_rows
 from orchestrator.errors import FleetError, InputError, LinkcppError, PlanError, WorkerLostError
 from orchestrator.models.deployment import Deployment, StageEntry, WorkerEntry, is_loopback
 from orchestrator.models.gguf import GgufFile
@@ -65,7 +65,7 @@ class DeployedProcesses:
     def __init__(
         self,
         deployment: Deployment,
-        model_path: Path,
+        model: str | Path,
         *,
         node: str | None = None,
         threads: int | None = None,
@@ -75,7 +75,7 @@ class DeployedProcesses:
             known = ", ".join(deployment.nodes) or "none"
             raise InputError(f"the deployment has no machine {node!r}", hint=f"it knows {known}")
         self._deployment = deployment
-        self._model = str(model_path)
+        self._model = str(model)  # a file, or where the processes download their shares from
         self._node = node
         self._threads = threads
         self._timeout = timeout
@@ -208,6 +208,7 @@ class DeployedProcesses:
         for first, last in entry.layers:
             arguments += ["--layers", f"{first}:{last}"]
         arguments += ["--ctx", str(self._deployment.context), "--sequences", str(self._deployment.sequences)]
+        arguments += ["--ubatch", str(ring_rows(self._deployment))]
         for worker in self._deployment.workers_of(entry.name):
             arguments += ["--worker", self._address_of(worker)]
         return arguments
