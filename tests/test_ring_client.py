@@ -329,6 +329,45 @@ def test_a_killed_stage_is_named_and_replaced_and_the_story_goes_on(net: Net, na
         assert list(story(ring)) == list(story(twin_pipeline(())))
 
 
+def test_two_stages_lost_at_once_are_found_one_after_the_other(net: Net):
+    names = start(net, [[(0, 4)], [(4, 8)], [(8, 12)]])
+    spares = {name: net.start(f"spare{i}", (4 * i, 4 * i + 4)) for i, name in enumerate(names)}
+    with net.ring(names) as ring:
+        ring.decode(one_sequence([1], 0))
+        net.kill("s0")
+        net.kill("s2")
+        ring.submit(one_sequence([2], 1))
+        assert isinstance(ring.collect().error, StageLostError)
+        first = ring.lost_address
+        assert first in ("s0", "s2")
+        with pytest.raises(StageLostError):
+            ring.replace(first, spares[first])
+        second = ring.lost_address
+        assert {first, second} == {"s0", "s2"}
+        ring.replace_all({name: spares[name] for name in (first, second)})
+        assert list(story(ring)) == list(story(twin_pipeline(())))
+
+
+def test_a_spare_that_is_no_good_leaves_the_place_open(net: Net):
+    names = start(net, [[(0, 6)], [(6, 12)]])
+    wrong = net.start("wrong", (6, 11))
+    alien = net.start("alien", (6, 12), model_sha256="other")
+    good = net.start("good", (6, 12))
+    gone = net.start("gone", (6, 12))
+    net.kill("gone")
+    with net.ring(names) as ring:
+        net.kill("s1")
+        ring.submit(one_sequence([2], 0))
+        ring.collect()
+        for spare, error in ((wrong, InputError), (alien, StageRefusedError), (gone, StageLostError)):
+            with pytest.raises(error):
+                ring.replace("s1", spare)
+            assert ring.broken is not None
+            assert ring.lost_address == "s1"
+        ring.replace("s1", good)
+        assert list(story(ring)) == list(story(twin_pipeline(())))
+
+
 def test_a_loss_is_noticed_while_idle(net: Net):
     names = start(net, [[(0, 6)], [(6, 12)]])
     with net.ring(names) as ring:

@@ -176,14 +176,21 @@ class Site:
         os.kill(self.groups[self.used[index]].pids[index], signal.SIGSTOP)
 
     def recover(self, ring: Ring) -> None:
-        lost = ring.lost_address
-        assert lost is not None
-        index = self.addresses.index(lost)
-        before = self.used[index]
-        self.used[index] = 1 - before
-        ring.replace(lost, self.addresses[index])
-        self.groups[before].kill(index)
-        self.groups[before].restart(index)
+        changes: dict[str, str] = {}
+        gone: list[tuple[int, int]] = []
+        while ring.broken is not None:  # more than one may have been killed
+            lost = ring.lost_address
+            assert lost is not None
+            assert lost not in changes
+            index = self.addresses.index(lost)
+            gone.append((self.used[index], index))
+            self.used[index] = 1 - self.used[index]
+            changes[lost] = self.addresses[index]
+            with contextlib.suppress(StageLostError):
+                ring.replace_all(changes)
+        for group, index in gone:
+            self.groups[group].kill(index)
+            self.groups[group].restart(index)
 
 
 def undisturbed(path: Path, prompt: Sequence[int], count: int, sizes: StageSizes = SIZES) -> list[bytes]:
@@ -205,7 +212,12 @@ def test_killed_stages_are_replaced_and_the_text_is_the_same(
         ring = stack.enter_context(open_ring(path, site.addresses))
         prompt = tokens_of(ring.facts.n_vocab, 70)
         text = Text(ring, site.recover)
-        text.write(prompt, 12, {0: lambda: site.kill(1), 4: lambda: site.kill(0), 9: lambda: site.kill(2)})
+
+        def kill_two() -> None:
+            site.kill(2)
+            site.kill(0)
+
+        text.write(prompt, 12, {0: lambda: site.kill(1), 4: lambda: site.kill(0), 9: kill_two})
         assert len(text.recoveries) == 3
     assert text.logits == undisturbed(path, prompt, 12)
 

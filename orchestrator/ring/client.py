@@ -153,6 +153,7 @@ class Ring(Driver):
         self._was_open = False
         self.lost_stage: str | None = None  # what broke the ring, for people
         self._lost_address: str | None = None
+        self._trying: str | None = None  # the stage that is being opened
 
     # --- opening and closing ---------------------------------------------------------------------------------
 
@@ -165,10 +166,13 @@ class Ring(Driver):
             StageRefusedError: it serves another ring, differs from the others, or cannot reach the next one.
         """
         self._close_links("the ring is opened anew")
+        self._trying = None
         try:
             facts = self._open()
-        except BaseException:
+        except BaseException as error:
             self._close_links("the ring could not be opened")
+            if isinstance(error, StageError) and self._trying is not None:
+                self.lost_stage, self._lost_address = error.stage, self._trying
             raise
         if not self._was_open:
             self._state, self._was_open = RingState(facts, self._explain), True
@@ -186,10 +190,12 @@ class Ring(Driver):
         hello = Hello(SUPPORTED, self._identity, client=self._client)
         profiles = [] if not self._local_stages else [self._own_profile()]
         for place in places:
+            self._trying = place.address
             deadline = self._now() + self._connect_timeout
             welcome = place.control.open(hello, self._connect_timeout, deadline)
             place.profile = profile_of(welcome, place.address)
             profiles.append(place.profile)
+        self._trying = None
         facts = agree(profiles)
         self._check_identity(profiles)
         hops = [_Hop(hop.layers, None, hop) for hop in self._local]
@@ -202,18 +208,21 @@ class Ring(Driver):
         self._index_of[facts.n_layer] = len(self._hops)
         secret = os.urandom(16).hex()
         for place in places:
+            self._trying = place.address
             self._requests += 1
             attach = Attach(self._requests, Purpose.CONTROL, 0, secret)
             place.control.request(attach, self._now() + _REQUEST_SECONDS)
         for hop, behind in zip(self._hops, [*self._hops[1:], None], strict=True):
             if hop.place is None:
                 continue
+            self._trying = hop.place.address if behind is None or behind.place is None else behind.place.address
             target = "" if behind is None or behind.place is None else self._address_for(hop.place, behind.place)
             self._requests += 1
             hop.place.control.request(Route(self._requests, hop.layers.first, target), self._now() + _REQUEST_SECONDS)
         before: _Hop | None = None
         for hop in self._hops:
             if hop.place is not None and (before is None or before.place is None):
+                self._trying = hop.place.address
                 hop.feed = StageLink(self._connector(hop.place.address), hop.place.control.name)
                 hop.feed.open(hello, self._connect_timeout, self._now() + self._connect_timeout)
                 attach = Attach(1, Purpose.FEED, hop.layers.first, secret)
@@ -272,20 +281,24 @@ class Ring(Driver):
         """Put processes in the places of others (address -> spare), and begin with empty sequences.
 
         A spare must hold the same layers, and may be the same process, started again. Completions that were not
-        collected stay to be collected. On an error the ring stays broken, and this may be called again.
+        collected stay to be collected.
+
+        On an error the ring stays broken with the addresses that it had, and this may be called again;
+        :attr:`lost_address` is then the place that is at fault, which may be another one that was lost too.
         """
         for address in spares:
             if address not in self._addresses:
                 raise InputError(f"the ring has no stage at {address}")
         if self._places and self._state.broken is None and self._state.oldest is not None:
-            address, spare = next(iter(spares.items()))
-            self._break(StageLostError(f"is replaced by {spare}", stage=address), None)
+            self._break(StageLostError("is replaced", stage=", ".join(spares)), None)
         before = list(self._addresses)
         self._addresses = [spares.get(address, address) for address in before]
         try:
             return self.open()
         except LinkcppError as error:
             self._addresses = before
+            if self._lost_address not in before:
+                self._lost_address = next((old for old, new in spares.items() if new == self._lost_address), None)
             self._state.lost(error)
             raise
 
