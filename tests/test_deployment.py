@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConfigError, InputError
@@ -75,6 +75,7 @@ def test_a_full_file_is_read(tmp_path: Path) -> None:
 names = st.text("abc-123", min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(
     edges=st.lists(st.integers(1, 200), min_size=1, max_size=8, unique=True),
     threads=st.one_of(st.none(), st.integers(1, 64)),
@@ -136,6 +137,25 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(InputError) as caught:
         read_deployment(path)
     assert problem in f"{caught.value} {caught.value.hint}"
+
+
+@settings(deadline=None, max_examples=200)
+@given(spans=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=4), gateway=st.booleans())
+def test_every_map_of_layers_is_whole_or_refused_in_words(tmp_path_factory, spans, gateway) -> None:
+    path = tmp_path_factory.mktemp("maps") / "d.toml"
+    own = f'[gateway]\nlayers = "{spans[0][0]}:{spans[0][1]}"\n' if gateway else ""
+    rest = spans[1:] if gateway else spans
+    stages = "".join(stage(f"{first}:{last}", f"h:{i}") for i, (first, last) in enumerate(rest, 1))
+    path.write_text(f'model = "m"\n{own}{stages}')
+    ordered = sorted(spans)
+    is_whole = ordered[0][0] == 0 and all(first < last for first, last in spans)
+    is_whole = is_whole and all(before[1] == after[0] for before, after in pairwise(ordered)) and bool(rest)
+    if is_whole:
+        found = read_deployment(path)
+        assert [span for entry in found.stages for span in entry.layers] == rest
+    else:
+        with pytest.raises(ConfigError):
+            read_deployment(path)
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
