@@ -150,9 +150,17 @@ async function answer() {
   }
   message.classList.remove("waiting");
   if (said.content) conversation.push({ role: "assistant", content: said.content });
+  else takeBack();
   message.append(element("p", "note", note(usage, reason, begun, first)));
   answering = null;
   setAnswering(false);
+}
+
+// A question without an answer would stand in the way of the next one; it can be sent again.
+function takeBack() {
+  const { content } = conversation.pop();
+  $("question").value ||= content;
+  fit();
 }
 
 function note(usage, reason, begun, first) {
@@ -264,7 +272,7 @@ function workerCard(worker) {
     `${worker.address}${worker.rtt_ms === null ? "" : ` · ${worker.rtt_ms.toFixed(2)} ms away`}`,
     worker.experts && `experts ${worker.experts} of layers ${worker.layers}`,
     `${number.format(worker.rows_per_second)} rows per second · ${bytes(worker.bytes_out)} out, ${bytes(worker.bytes_in)} in` +
-      (worker.errors ? ` · ${worker.errors} errors` : ""),
+      (worker.errors ? ` · ${worker.errors} ${worker.errors === 1 ? "error" : "errors"}` : ""),
     worker.problem,
   );
 }
@@ -295,7 +303,8 @@ function showFleet(fleet) {
     ...(fleet.workers.length ? fleet.workers.map(workerCard) : [card("This process", "up", "", "computes the experts itself")]),
   );
   $("foot").textContent = `contract ${fleet.contract} · engine ${fleet.engine} · up for ${duration(fleet.uptime_seconds)}`;
-  setProblem(fleet.ready ? "" : "A worker is missing; answers fail until it is back.");
+  const missing = fleet.workers.filter((worker) => worker.state !== "up").map((worker) => worker.name || worker.address);
+  setProblem(missing.length ? `Missing: ${missing.join(", ")}. Answers fail until all workers are back.` : "");
 }
 
 function setProblem(text) {
