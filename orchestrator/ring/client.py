@@ -30,22 +30,20 @@ from orchestrator.errors import (
     StageError,
     StageFailedError,
     StageLostError,
-    StageRefusedError,
     StageTimeoutError,
 )
 from orchestrator.ring.driver import Driver
-from orchestrator.ring.hop import Hop
 from orchestrator.ring.items import Item, detached
-from orchestrator.ring.layout import LayerRange, tile
+from orchestrator.ring.layout import LayerRange
 from orchestrator.ring.link import StageLink
-from orchestrator.ring.profile import LocalStage, StageProfile, agree, profile_of
+from orchestrator.ring.opening import Opener, Place, RingHop
+from orchestrator.ring.profile import LocalStage
 from orchestrator.ring.state import RingFacts, RingState
-from orchestrator.transport.base import Connector, parse_address
-from orchestrator.transport.unix import connector_of, is_unix
+from orchestrator.transport.base import Connector
+from orchestrator.transport.unix import connector_of
 from orchestrator.types import EngineIdentity
-from orchestrator.wire.messages import SUPPORTED, Goodbye, Hello, Message, Ping, Pong
+from orchestrator.wire.messages import Goodbye, Message, Ping, Pong
 from orchestrator.wire.ring_messages import (
-    Attach,
     Cancel,
     Fault,
     FaultKind,
@@ -53,8 +51,6 @@ from orchestrator.wire.ring_messages import (
     Outcome,
     Probe,
     Probed,
-    Purpose,
-    Route,
     Step,
 )
 
@@ -65,9 +61,6 @@ _BRIEF: Final = 0.003
 
 _PROBE_SECONDS: Final = 5.0
 """Longest wait for the answers to a probe; less where the timeout is less."""
-
-_REQUEST_SECONDS: Final = 30.0
-"""Longest wait for a stage to open the ring, and to reach the one behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +74,6 @@ class StageStatistics:
     connected: bool
     steps: int
     microseconds: int  # of computation, over all steps
-
-
-class _Place:
-    """One stage worker process."""
-
-    def __init__(self, address: str, connector: Connector) -> None:
-        self.address = address
-        self.control = StageLink(connector, address)
-        self.profile: StageProfile | None = None
-        self.probed: Probed | None = None
-
-
-class _Hop:
-    """One range of layers in the order of the ring: computed here, or at a place."""
-
-    def __init__(self, layers: LayerRange, place: _Place | None, local: Hop | None) -> None:
-        self.layers = layers
-        self.place = place
-        self.local = local
-        self.feed: StageLink | None = None  # where the gateway is what comes before
-        self.steps = 0
-        self.microseconds = 0
-
-    @property
-    def name(self) -> str:
-        where = "here" if self.place is None else self.place.control.name
-        return f"{self.layers} ({where})"
 
 
 class Ring(Driver):
@@ -135,25 +101,34 @@ class Ring(Driver):
         if not addresses and not local:
             raise InputError("a ring needs at least one stage")
         self._addresses = list(addresses)
-        self._local = [Hop(stage, clock=time.perf_counter_ns, saved_limit=saved_limit) for stage in local]
-        self._local_stages = tuple(local)
-        self._identity = identity
-        self._model_sha256 = model_sha256
+        self._opener = Opener(
+            local,
+            identity,
+            model_sha256,
+            client=client,
+            connect_timeout=connect_timeout,
+            connector=connector,
+            saved_limit=saved_limit,
+            now=now,
+        )
         self._timeout = timeout
-        self._connect_timeout = connect_timeout
-        self._client = client
-        self._connector = connector
         self._now = now
-        self._places: list[_Place] = []
-        self._hops: list[_Hop] = []
+        self._index_of: dict[int, int] = {}  # where in the ring the range that begins at a layer is
         self._inbox: deque[Item] = deque()
         self._last_progress = 0.0
         self._waits_briefly = True
-        self._requests = 0
+        self._probes = 0
         self._was_open = False
         self.lost_stage: str | None = None  # what broke the ring, for people
         self._lost_address: str | None = None
-        self._trying: str | None = None  # the stage that is being opened
+
+    @property
+    def _places(self) -> list[Place]:
+        return self._opener.places
+
+    @property
+    def _hops(self) -> list[RingHop]:
+        return self._opener.hops
 
     # --- opening and closing ---------------------------------------------------------------------------------
 
@@ -165,113 +140,26 @@ class Ring(Driver):
             StageLostError: a stage cannot be reached.
             StageRefusedError: it serves another ring, differs from the others, or cannot reach the next one.
         """
-        self._close_links("the ring is opened anew")
-        self._trying = None
+        opener = self._opener
+        opener.close("the ring is opened anew")
         try:
-            facts = self._open()
+            facts = opener.open(self._addresses)
+            if self._was_open and self._state.facts != facts:
+                raise InputError("the stages have other sizes than before", hint="start a new ring")
         except BaseException as error:
-            self._close_links("the ring could not be opened")
-            if isinstance(error, StageError) and self._trying is not None:
-                self.lost_stage, self._lost_address = error.stage, self._trying
+            opener.close("the ring could not be opened")
+            if isinstance(error, StageError) and opener.trying is not None:
+                self.lost_stage, self._lost_address = error.stage, opener.trying
             raise
         if not self._was_open:
             self._state, self._was_open = RingState(facts, self._explain), True
-        elif self._state.facts != facts:
-            self._close_links("the ring could not be opened")
-            raise InputError("the stages have other sizes than before", hint="start a new ring")
+        self._index_of = {hop.layers.first: index for index, hop in enumerate(self._hops)}
+        self._index_of[facts.n_layer] = len(self._hops)
         self._state.reset()
         self._inbox.clear()
         self.lost_stage = self._lost_address = None
         self._last_progress = self._now()
         return facts
-
-    def _open(self) -> RingFacts:
-        places = self._places = [_Place(address, self._connector(address)) for address in self._addresses]
-        hello = Hello(SUPPORTED, self._identity, client=self._client)
-        profiles = [] if not self._local_stages else [self._own_profile()]
-        for place in places:
-            self._trying = place.address
-            deadline = self._now() + self._connect_timeout
-            welcome = place.control.open(hello, self._connect_timeout, deadline)
-            place.profile = profile_of(welcome, place.address)
-            profiles.append(place.profile)
-        self._trying = None
-        facts = agree(profiles)
-        self._check_identity(profiles)
-        hops = [_Hop(hop.layers, None, hop) for hop in self._local]
-        hops += [_Hop(r, place, None) for place in places for r in (place.profile.ranges if place.profile else ())]
-        order = tile(
-            [(hop.layers, hop.place.control.name if hop.place else "the gateway") for hop in hops], facts.n_layer
-        )
-        self._hops = [hops[index] for index in order]
-        self._index_of = {hop.layers.first: index for index, hop in enumerate(self._hops)}
-        self._index_of[facts.n_layer] = len(self._hops)
-        secret = os.urandom(16).hex()
-        for place in places:
-            self._trying = place.address
-            self._requests += 1
-            attach = Attach(self._requests, Purpose.CONTROL, 0, secret)
-            place.control.request(attach, self._now() + _REQUEST_SECONDS)
-        for hop, behind in zip(self._hops, [*self._hops[1:], None], strict=True):
-            if hop.place is None:
-                continue
-            self._trying = hop.place.address if behind is None or behind.place is None else behind.place.address
-            target = "" if behind is None or behind.place is None else self._address_for(hop.place, behind.place)
-            self._requests += 1
-            hop.place.control.request(Route(self._requests, hop.layers.first, target), self._now() + _REQUEST_SECONDS)
-        before: _Hop | None = None
-        for hop in self._hops:
-            if hop.place is not None and (before is None or before.place is None):
-                self._trying = hop.place.address
-                hop.feed = StageLink(self._connector(hop.place.address), hop.place.control.name)
-                hop.feed.open(hello, self._connect_timeout, self._now() + self._connect_timeout)
-                attach = Attach(1, Purpose.FEED, hop.layers.first, secret)
-                hop.feed.request(attach, self._now() + _REQUEST_SECONDS)
-            before = hop
-        for own in self._local:
-            own.clear()
-        return facts
-
-    def _own_profile(self) -> StageProfile:
-        first = self._local_stages[0]
-        return StageProfile(
-            name="the gateway",
-            address="",
-            pid=os.getpid(),
-            n_threads=0,
-            identity=self._identity,
-            model_sha256=self._model_sha256 or "",
-            architecture="",
-            facts=first.facts,
-            n_ubatch=first.n_ubatch,
-            batch_invariant=first.batch_invariant,
-            ranges=tuple(stage.layers for stage in self._local_stages),
-        )
-
-    def _check_identity(self, profiles: Sequence[StageProfile]) -> None:
-        """Hold the stages against what the gateway knows where it holds no layers to compare with."""
-        for profile in profiles:
-            if self._model_sha256 is not None and profile.model_sha256 != self._model_sha256:
-                raise StageRefusedError(
-                    f"holds another model file ({profile.model_sha256[:12] or 'unknown'} instead of"
-                    f" {self._model_sha256[:12]})",
-                    stage=profile.name,
-                )
-            if profile.identity != self._identity:
-                raise StageRefusedError(
-                    f"has another engine: {profile.identity}, the gateway has {self._identity}",
-                    stage=profile.name,
-                    hint="install the same linkcpp on all machines",
-                )
-
-    def _address_for(self, place: _Place, behind: _Place) -> str:
-        """Return where ``place`` reaches ``behind``: as we do, unless that is an address of one machine only."""
-        if _is_local(behind.address) is True and _is_local(place.address) is False:
-            raise InputError(
-                f"the stage at {place.address} cannot reach {behind.address}, an address of this machine only",
-                hint="let the stage listen on an address of the network, and name that",
-            )
-        return behind.address
 
     def replace(self, address: str, spare: str) -> RingFacts:
         """Put the process at ``spare`` in the place of the one at ``address``; see :meth:`replace_all`."""
@@ -325,15 +213,7 @@ class Ring(Driver):
 
     def close(self) -> None:
         """Say goodbye to all stages; they forget all sequences."""
-        self._close_links("the gateway closes the ring")
-
-    def _close_links(self, text: str) -> None:
-        for hop in self._hops:
-            if hop.feed is not None:
-                hop.feed.close(text)
-                hop.feed = None
-        for place in self._places:
-            place.control.close(text)
+        self._opener.close("the gateway closes the ring")
 
     def __enter__(self) -> Ring:
         self.open()
@@ -393,7 +273,7 @@ class Ring(Driver):
                 hop.microseconds += spent
         self._follow(instructions)
 
-    def _feed(self, hop: _Hop, item: Item) -> None:
+    def _feed(self, hop: RingHop, item: Item) -> None:
         """Send an item to a stage; while it takes none, read what others send."""
         feed = hop.feed
         if feed is None:
@@ -411,7 +291,7 @@ class Ring(Driver):
             self._break(StageLostError(str(error).partition(": ")[2], stage=hop.name), hop.place)
 
     def _give_up(self, numbers: tuple[int, ...]) -> None:
-        for own in self._local:
+        for own in self._opener.local:
             own.cancel(numbers)
         for place in self._places:
             try:
@@ -461,7 +341,7 @@ class Ring(Driver):
         self._waits_briefly = self._now() - begin < _BRIEF
         return ready
 
-    def _read(self, place: _Place, deadline: float, *, direct: bool = False) -> bool:
+    def _read(self, place: Place, deadline: float, *, direct: bool = False) -> bool:
         """Read from a place once and take the messages that are whole; False where the deadline passed.
 
         With ``direct`` the first item goes on at once and not by way of the inbox.
@@ -485,7 +365,7 @@ class Ring(Driver):
             self._break(error, place)
         return True
 
-    def _take(self, place: _Place, message: Message) -> None:
+    def _take(self, place: Place, message: Message) -> None:
         if isinstance(message, _TRAVELLERS) and message.layer in self._index_of:
             self._inbox.append(detached(message))
         elif isinstance(message, Fault):
@@ -500,22 +380,18 @@ class Ring(Driver):
         elif isinstance(message, Ping):
             place.control.send(Pong(message.sequence, message.nonce))
         elif isinstance(message, Goodbye):
-            self._break(StageLostError(f"says goodbye: {message.text}", stage=self._stage_name(place)), place)
+            self._break(StageLostError(f"says goodbye: {message.text}", stage=place.name), place)
         elif not isinstance(message, Pong):
-            self._break(StageLostError(f"sent {message.type.name}", stage=self._stage_name(place)), place)
+            self._break(StageLostError(f"sent {message.type.name}", stage=place.name), place)
 
     # --- what goes wrong -------------------------------------------------------------------------------------
 
-    def _stage_name(self, place: _Place) -> str:
-        ranges = place.profile.ranges if place.profile is not None else ()
-        return f"{', '.join(map(str, ranges))} ({place.control.name})"
-
-    def _break(self, error: StageError, place: _Place | None) -> None:
+    def _break(self, error: StageError, place: Place | None) -> None:
         """End everything in flight because a stage is gone; the first to be noticed names the ring's trouble."""
         if self._state.broken is not None:
             return
         if place is not None:
-            name = self._stage_name(place)
+            name = place.name
             if error.stage != name:
                 text = str(error).removeprefix(f"stage {error.stage}: ")
                 error = type(error)(text, stage=name, hint=error.hint)
@@ -529,11 +405,11 @@ class Ring(Driver):
         """Find out which stage does not go on, after nothing came round for the timeout, and break the ring."""
         waited = f"nothing came round for {self._timeout:g} s"
         oldest = self._state.oldest
-        self._requests += 1
+        self._probes += 1
         for place in self._places:
             place.probed = None
             with suppress(FleetError):
-                place.control.send_some(Probe(self._requests))
+                place.control.send_some(Probe(self._probes))
         deadline = self._now() + min(_PROBE_SECONDS, self._timeout)
         while any(place.probed is None for place in self._places) and self._state.broken is None:
             poller = select.poll()
@@ -565,7 +441,7 @@ class Ring(Driver):
         last = next(hop for hop in reversed(self._hops) if hop.place is not None)
         self._break(StageTimeoutError(f"{waited}, though it says that it sent", stage=last.name), last.place)
 
-    def _hop_of(self, fault: Fault) -> _Hop:
+    def _hop_of(self, fault: Fault) -> RingHop:
         last = len(self._hops) - 1
         return self._hops[min(self._index_of.get(fault.first, last), last)]
 
@@ -575,13 +451,3 @@ class Ring(Driver):
         where, _, text = item.text.partition(": ")
         name = next((hop.name for hop in self._hops if str(hop.layers) == where), where)
         return StageFailedError(text or "did not do it", stage=name)
-
-
-def _is_local(address: str) -> bool | None:
-    """Tell whether only this machine can reach an address; None for a name inside this process."""
-    if is_unix(address):
-        return True
-    try:
-        return parse_address(address).is_loopback
-    except InputError:
-        return None
