@@ -229,7 +229,8 @@ void linkcpp_stage_slice(linkcpp_hook & hook, const llm_graph_context & context)
     }
     ggml_graph_clear(gf);
     for (ggml_tensor * t : inputs) {
-        ggml_build_forward_expand(gf, t);
+        // behind a node, because the allocator looks at the sizes of nodes and their sources, not at bare leaves
+        ggml_build_forward_expand(gf, ggml_reshape_1d(context.ctx0, t, ggml_nelements(t)));
     }
     for (ggml_tensor * t : entering) {
         ggml_build_forward_expand(gf, t);
