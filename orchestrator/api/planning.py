@@ -16,9 +16,10 @@ from orchestrator.api.constraints.writer import GrammarWriter
 from orchestrator.api.formats import AnswerFormat
 from orchestrator.api.messages import ToolUse
 from orchestrator.api.schema import ChatRequest
+from orchestrator.api.tools.channels import MARKS, ChannelReader, channels_element, has_channels
 from orchestrator.api.tools.grammar import answer_element, calls_element, declarations, with_thoughts
-from orchestrator.api.tools.prompting import explain_tools, without_system
-from orchestrator.api.tools.reader import AnswerReader
+from orchestrator.api.tools.prompting import explain_tools, one_call_each, without_system
+from orchestrator.api.tools.reader import AnswerReader, Reader
 from orchestrator.api.tools.syntax import PLAIN_SYNTAX, CallSyntax, learn_syntax, thoughts_of
 from orchestrator.errors import ChatTemplateError, InputError, RequestError
 from orchestrator.gateway.sampling import Constraint
@@ -59,7 +60,7 @@ class ChatPlan:
     prompt: tuple[int, ...]
     grammar: str | None
     visible: frozenset[int]
-    new_reader: Callable[[], AnswerReader]
+    new_reader: Callable[[], Reader]
 
 
 class ChatPlanner:
@@ -70,13 +71,14 @@ class ChatPlanner:
         self._tokenizer = tokenizer
         ends = [token for token in range(tokenizer.n_vocab) if tokenizer.is_end_of_generation(token)]
         endings = [tokenizer.piece(token, special=True).decode(errors="replace") for token in ends]
+        self._channels = has_channels(template.source)
         learned = learn_syntax(template, endings)
-        self._is_native = learned is not None
+        self._is_native = learned is not None or (self._channels and template.knows_tools)
         self._syntax = learned or PLAIN_SYNTAX
-        self._thoughts = thoughts_of(template)
+        self._thoughts = None if self._channels else thoughts_of(template)
         self._visible = frozenset(
             token
-            for text in _texts(self._syntax, self._thoughts)
+            for text in (MARKS if self._channels else _texts(self._syntax, self._thoughts))
             for token in tokenizer.tokenize(text, add_special=False, parse_special=True)
             if not tokenizer.piece(token) and not tokenizer.is_end_of_generation(token)
         )
@@ -104,8 +106,11 @@ class ChatPlanner:
                 is_text=lambda name, argument: name in by_name and by_name[name].is_text(argument),
             )
 
+        tokens = self._tokens(prompt)
+        if self._channels and request.options.format.grammar is None:
+            return ChatPlan(tokens, grammar, self._visible, ChannelReader)
         visible = self._visible if syntax is not None or thoughts is not None else frozenset[int]()
-        return ChatPlan(self._tokens(prompt), grammar, visible, new_reader)
+        return ChatPlan(tokens, grammar, visible, new_reader)
 
     def tokens(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the prompt of a conversation without tools."""
@@ -119,7 +124,10 @@ class ChatPlanner:
     def _render(self, request: ChatRequest) -> str:
         tools = request.tools
         if self._is_native:
-            return self._template.render(request.messages, request.variables, declarations(tools.offered))
+            # Some templates show one call in a message and refuse, or forget, the others.
+            single = self._channels or self._syntax.between is None
+            messages = one_call_each(request.messages) if single else request.messages
+            return self._template.render(messages, request.variables, declarations(tools.offered))
         if not tools.offered and not any(
             message.tool_calls or message.role == "tool" for message in request.messages
         ):
@@ -135,6 +143,9 @@ class ChatPlanner:
         if wanted.grammar is not None or (wanted.is_free and not tools.callable):
             return wanted.grammar
         writer = GrammarWriter()
+        if self._channels:
+            body = None if wanted.schema is None else add_schema(writer, wanted.schema, wanted.param)
+            return writer.text(channels_element(writer, body=body, tools=tools.callable, required=tools.required))
         calls = None
         if tools.callable:
             calls = calls_element(writer, self._syntax, tools.callable, parallel=tools.parallel)

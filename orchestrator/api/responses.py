@@ -11,7 +11,7 @@ from orchestrator.api.formats import ANY_FORMAT, AnswerFormat, parse_response_fo
 from orchestrator.api.messages import parse_content
 from orchestrator.api.schema import MAX_TOKENS, ChatRequest, GenerationOptions, ModelNames, parse_sampling
 from orchestrator.api.stream import AnswerHead, Body, ChatAnswer
-from orchestrator.api.tools.reader import AnswerReader, Piece, Said, Thought
+from orchestrator.api.tools.reader import Piece, Reader, Said, Thought
 from orchestrator.gateway.sequence import Finished, TextDelta, Usage
 from orchestrator.gateway.template import ChatMessage
 
@@ -140,7 +140,7 @@ class ResponseForm:
 
     final = b""
 
-    def __init__(self, head: AnswerHead, reader: AnswerReader, echo: Mapping[str, object]) -> None:
+    def __init__(self, head: AnswerHead, reader: Reader, echo: Mapping[str, object]) -> None:
         self._head = head
         self._echo = echo
         self._answer = ChatAnswer(reader, lambda: "")

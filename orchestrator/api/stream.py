@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from orchestrator.api.tools.reader import AnswerReader, CallBegins, CallContinues, Piece, Said, Thought
+from orchestrator.api.tools.reader import CallBegins, CallContinues, Piece, Reader, Said, Thought
 from orchestrator.gateway.sequence import Finished, FinishReason, TextDelta, TokenChoice, TokenRecord, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -74,7 +74,7 @@ def usage_body(usage: Usage) -> Body:
 class ChatAnswer:
     """One answer of a chat: its pieces as they come, and all of them."""
 
-    def __init__(self, reader: AnswerReader, new_identifier: Callable[[], str]) -> None:
+    def __init__(self, reader: Reader, new_identifier: Callable[[], str]) -> None:
         self._reader = reader
         self._new_identifier = new_identifier
         self._waiting: list[TokenRecord] = []
@@ -128,7 +128,7 @@ class ChatForm:
     def __init__(
         self,
         head: AnswerHead,
-        readers: Sequence[AnswerReader],
+        readers: Sequence[Reader],
         *,
         logprobs: bool,
         include_usage: bool,

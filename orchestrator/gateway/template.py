@@ -149,7 +149,7 @@ class ChatTemplate:
         if message.name is not None:
             rendered["name"] = message.name
         if message.reasoning:
-            rendered["reasoning_content"] = message.reasoning
+            rendered["reasoning_content"] = rendered["thinking"] = message.reasoning
         if message.tool_calls:
             rendered["tool_calls"] = [self._tool_call(call) for call in message.tool_calls]
         if message.tool_call_id is not None:

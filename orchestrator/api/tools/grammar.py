@@ -13,6 +13,9 @@ from orchestrator.api.constraints.writer import GrammarWriter, Words, literal, t
 from orchestrator.api.tools.syntax import HOLE, ArgumentSyntax, CallSyntax, ValueSyntax
 from orchestrator.errors import RequestError
 
+MAX_CALLS: Final = 32
+"""Most calls in one answer: small models repeat themselves without end."""
+
 _IDENTIFIER: Final = "[a-zA-Z0-9._-]{1,40}"
 
 
@@ -48,14 +51,14 @@ def calls_element(writer: GrammarWriter, syntax: CallSyntax, tools: Sequence[Too
     arguments = syntax.arguments
     if arguments is None:
         middle = _fixed(syntax.middle)
-        words = {tool.name: f"{middle} {_json_arguments(writer, tool)}".lstrip() for tool in tools}
+        words = {tool.name: f"{middle} {json_arguments(writer, tool)}".lstrip() for tool in tools}
     else:
         words = {tool.name: _spread_arguments(writer, arguments, tool) for tool in tools}
     call = Words(words).any_of(writer, "call")
     parts = [_fixed(syntax.begin[len(syntax.marker) :]), call]
     if parallel and syntax.between is not None:
         call = writer.add("call", call)
-        parts = [parts[0], call, f"({_fixed(syntax.between)} {call})*"]
+        parts = [parts[0], call, f"({_fixed(syntax.between)} {call}){{0,{MAX_CALLS - 1}}}"]
     return writer.add("calls", " ".join(part for part in [*parts, _fixed(syntax.end)] if part))
 
 
@@ -83,7 +86,8 @@ def with_thoughts(writer: GrammarWriter, answer: str, marks: tuple[str, str] | N
     return f"({literal(marks[0])} {thought} | {answer})"
 
 
-def _json_arguments(writer: GrammarWriter, tool: Tool) -> str:
+def json_arguments(writer: GrammarWriter, tool: Tool) -> str:
+    """Return an element for a tool's arguments as one JSON object."""
     if tool.parameters is None:
         return f'"{{" {writer.json("space")} "}}"'
     schema = dict(tool.parameters)

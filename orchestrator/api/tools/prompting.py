@@ -63,5 +63,25 @@ def calls_as_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return plain
 
 
+def one_call_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation with one call in a message, its result behind it: some templates show no more."""
+    results = {message.tool_call_id: message for message in messages if message.role == "tool"}
+    split: list[ChatMessage] = []
+    placed: set[str] = set()
+    for message in messages:
+        if message.role == "tool" and message.tool_call_id in placed:
+            continue
+        if len(message.tool_calls) < 2:
+            split.append(message)
+            continue
+        for number, call in enumerate(message.tool_calls):
+            content = message.content if number == 0 else ""
+            split.append(replace(message, content=content, tool_calls=(call,)))
+            if call.identifier in results:
+                split.append(results[call.identifier])
+                placed.add(call.identifier)
+    return split
+
+
 def _call(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from orchestrator.api.tools.syntax import HOLE, ArgumentSyntax, CallSyntax, ValueSyntax
 
@@ -49,6 +49,16 @@ class CallContinues:
 
 
 Piece = Said | Thought | CallBegins | CallContinues
+
+
+class Reader(Protocol):
+    """Text in, pieces out."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new text and return what is certain now."""
+
+    def finish(self) -> list[Piece]:
+        """Return the rest when no more text will come."""
 
 
 class AnswerReader:
