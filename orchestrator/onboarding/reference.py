@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from orchestrator.onboarding.findings import BatchInvariance
 from orchestrator.onboarding.meter import Meter, work
 from orchestrator.onboarding.options import GateOptions
 from orchestrator.onboarding.prompts import MICRO_BATCH, Prompt, build_prompts, has_tokenizer, random_tokens
+from orchestrator.onboarding.side_by_side import try_side_by_side
 from orchestrator.onboarding.trace import Trace, compare_micro_batches, follow, replay, run_prompts
 from orchestrator.onboarding.whole_text import decoder_of
 from orchestrator.verification.gate import Comparison, batch_invariant
@@ -24,6 +25,9 @@ FLOOR_MICRO_BATCHES = (512, 1)
 
 INVARIANCE_TOKENS = 130  # two full micro-batches of 63 and a rest
 INVARIANCE_SIZES = (2, 5, 33, 63)
+
+SIDE_BY_SIDE = (0.5, 0.2, 0.1, 0.1, 0.1)
+"""Lengths of the texts that share micro-batches, as parts of the tokens above: one more than there are slots."""
 
 _LONGEST_PROMPT = 4096  # where the model does not say how much context it was made for
 
@@ -59,6 +63,8 @@ def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
             traces = run_prompts(decoder_of(session), prompts, options.steps, meter.phase("one process", MICRO_BATCH))
             _require_comparable(path, traces)
             invariance = _invariance(session, random_tokens(model.n_vocab, count, seed=1), meter)
+        if count:
+            invariance = replace(invariance, several=_side_by_side(model, count, options.threads, meter))
     return Oracle(prompts, traces, invariance, n_ctx)
 
 
@@ -88,6 +94,7 @@ def whole_work(prompts: tuple[Prompt, ...], invariance_tokens: int, options: Gat
 
     total = once(MICRO_BATCH) * (1 + len(options.contracts) * len(options.worker_counts))
     total += sum(work([invariance_tokens], size) for size in (1, *INVARIANCE_SIZES))
+    total += 2 * work([invariance_tokens], 1)  # each alone, and then side by side
     if options.noise_floor:
         total += sum(once(size) for size in FLOOR_MICRO_BATCHES)
     return total
@@ -107,10 +114,18 @@ def _invariance(session: Session, tokens: tuple[int, ...], meter: Meter) -> Batc
     sizes = compare_micro_batches(session, tokens, INVARIANCE_SIZES, meter.phase("other micro-batches", MICRO_BATCH))
     return BatchInvariance(
         one=batch_invariant(list(sizes.values())),
-        several=None,  # sequences side by side in one micro-batch: not tried here
         micro_batches={size: comparison.byte_identical for size, comparison in sizes.items()},
         tokens=len(tokens),
     )
+
+
+def _side_by_side(model: Model, count: int, threads: int, meter: Meter) -> bool:
+    texts = [
+        random_tokens(model.n_vocab, max(1, int(part * count)), seed=2 + number)
+        for number, part in enumerate(SIDE_BY_SIDE)
+    ]
+    advance = meter.phase("several sequences side by side", 1)
+    return try_side_by_side(model, texts, n_threads=threads, advance=advance).byte_identical
 
 
 def _stock(model: Model, n_ctx: int, micro_batch: int, threads: int) -> Session:

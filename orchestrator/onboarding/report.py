@@ -41,7 +41,8 @@ def invariance_sentence(invariance: BatchInvariance) -> str:
     sizes = ", ".join(str(size) for size in invariance.micro_batches)
     tried = f"{invariance.tokens} tokens in micro-batches of {sizes} against single steps, one sequence"
     if invariance.one:
-        return f"batch-invariant: yes ({tried}: every byte equal)"
+        beside = {None: "", True: "; several sequences side by side too", False: "; but not several side by side"}
+        return f"batch-invariant: yes ({tried}: every byte equal{beside[invariance.several]})"
     differing = ", ".join(str(size) for size, same in invariance.micro_batches.items() if not same)
     return f"batch-invariant: no ({tried}: bytes differ at {differing})"
 
