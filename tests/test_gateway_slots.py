@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from serve_process import get, post, running
 
 from orchestrator.errors import InputError
 from orchestrator.gateway.backend import Invariance, known_invariance
@@ -54,3 +55,14 @@ def test_the_caches_of_a_slot_are_those_of_its_context(synthetic):
 )
 def test_what_the_gate_found_decides_before_what_is_known(architecture, one, several, expected):
     assert known_invariance(architecture, one=one, several=several) is expected
+
+
+def test_serve_offers_the_slots_that_were_asked_for_and_shows_them(synthetic):
+    with running(synthetic("llama"), "--unverified", "--slots", "3", "--ctx", "256", "--threads", "1") as server:
+        assert [slot["index"] for slot in server.ready["slots"]] == [0, 1, 2]
+        status, _ = post(server.url, {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True})
+        assert status == 200
+        _, shown = get(server.url, "/status")
+        assert sorted(slot["held_tokens"] for slot in shown["slots"]) == [0, 0, 6]
+        assert [slot["request"] for slot in shown["slots"]] == [None] * 3
+        assert server.stop() == 0
