@@ -22,11 +22,14 @@ from test_api_app import HI, get, post, wait_until
 
 from orchestrator.api.access import OPEN_ROUTES, Access
 from orchestrator.api.app import create_app
+from orchestrator.api.client import stream_chat
 from orchestrator.api.endpoint import Endpoint, StepObserver
 from orchestrator.api.listen import listening
 from orchestrator.api.logs import JsonFormatter, access_logger
 from orchestrator.api.schema import ModelNames
+from orchestrator.errors import RequestError
 from orchestrator.gateway.gateway import Gateway
+from orchestrator.gateway.template import ChatMessage
 from orchestrator.transport.base import HostPort
 
 KEYS = ("first key", "segundo-ключ")
@@ -112,6 +115,16 @@ def test_each_key_is_a_client_of_its_own():
                 seen.add((number, gateway.state().running.client))
             wait_until(lambda: gateway.state().running is None)
     assert seen == {(1, "key 1"), (2, "key 2")}
+
+
+def test_our_own_client_with_and_without_a_key():
+    async def ask_all(url, key):
+        return "".join([part.text async for part in stream_chat(url, [ChatMessage("user", "Hi")], {}, key)])
+
+    with endpoint_server(Access(KEYS), script=answer([*b"Hello"])) as (url, _):
+        assert asyncio.run(ask_all(url, KEYS[0])) == "Hello"
+        with pytest.raises(RequestError, match="API key is missing"):
+            asyncio.run(ask_all(url, None))
 
 
 # --- pages of other sites -------------------------------------------------------------------------------------

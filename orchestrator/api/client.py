@@ -25,11 +25,12 @@ class AnswerPart:
 
 
 async def stream_chat(
-    url: str, messages: Sequence[ChatMessage], parameters: Mapping[str, object]
+    url: str, messages: Sequence[ChatMessage], parameters: Mapping[str, object], api_key: str | None = None
 ) -> AsyncGenerator[AnswerPart, None]:
     """Yield the parts of the answer to a conversation.
 
-    ``url`` is the server's, with or without ``/v1``; ``parameters`` are further fields of the request. Raises
+    ``url`` is the server's, with or without ``/v1``; ``parameters`` are further fields of the request. ``api_key``
+    is for a server that asks for one. Raises
     :class:`RequestError` with the server's words when it refuses, and :class:`FleetError` when it is not there,
     leaves, or fails in the middle of the answer.
     """
@@ -39,12 +40,13 @@ async def stream_chat(
         "stream_options": {"include_usage": True},
         **parameters,
     }
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     # No limit for the whole answer: a large model over a slow line takes minutes, and Ctrl-C is at hand.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20) as session,
-            session.post(chat_url(url), json=body) as response,
+            session.post(chat_url(url), json=body, headers=headers) as response,
         ):
             if response.status != 200:
                 raise _refusal(response.status, await response.text())
