@@ -17,6 +17,7 @@ from orchestrator.api.planning import ChatPlanner, Tokenizer
 from orchestrator.api.schema import ModelNames
 from orchestrator.api.stream import AnswerHead
 from orchestrator.errors import ChatTemplateError, RequestError
+from orchestrator.gateway.embedding import Embedder
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Terms
 from orchestrator.gateway.sequence import Failed, Finished, GenerationRequest
@@ -32,7 +33,7 @@ class ServedModel:
     """A model that is ready.
 
     ``template`` and ``planner`` may be the reason why there is no chat. ``fingerprint`` names the engine's build.
-    ``slot_folder`` is where slots may be saved, None: nowhere.
+    ``slot_folder`` is where slots may be saved, None: nowhere. A model with an ``embedder`` embeds and does no more.
     """
 
     gateway: AnswersRequests
@@ -42,6 +43,7 @@ class ServedModel:
     report: FleetReport
     fingerprint: str
     slot_folder: Path | None = None
+    embedder: Embedder | None = None
 
     @classmethod
     def of(
@@ -52,10 +54,11 @@ class ServedModel:
         report: FleetReport,
         fingerprint: str,
         slot_folder: Path | None = None,
+        embedder: Embedder | None = None,
     ) -> ServedModel:
         """Make one, and find out what its chat template makes possible."""
         planner = template if isinstance(template, ChatTemplateError) else ChatPlanner(template, tokenizer)
-        return cls(gateway, tokenizer, template, planner, report, fingerprint, slot_folder)
+        return cls(gateway, tokenizer, template, planner, report, fingerprint, slot_folder, embedder)
 
     def chat(self) -> ChatPlanner:
         """Return the planner of chats; raise :class:`ChatTemplateError` where there is no chat."""
@@ -101,6 +104,17 @@ class Endpoint:
         if self.served is None:
             raise RequestError(self.problem, status=503, code="not_ready", hint="ask /health")
         return self.served
+
+    def ready_to_continue(self) -> ServedModel:
+        """Return the model; raise :class:`RequestError` for one that does not continue texts, or is not there yet."""
+        served = self.ready()
+        if served.embedder is not None:
+            raise RequestError(
+                f"{self.names.name!r} makes embeddings and continues no text",
+                code="unsupported_operation",
+                hint="use /v1/embeddings",
+            )
+        return served
 
     def head(self, prefix: str, served: ServedModel) -> AnswerHead:
         """Return a new answer's head, and note its id for the log."""

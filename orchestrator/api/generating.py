@@ -9,13 +9,15 @@ import string
 from aiohttp import web
 
 from orchestrator.api.answering import answer
+from orchestrator.api.embeddings import check_dimensions, check_tokens, embedding_body, parse_embedding_request
 from orchestrator.api.endpoint import Endpoint, ServedModel, read_json
+from orchestrator.api.logs import notes
 from orchestrator.api.planning import ChatPlan, check_grammar, format_grammar, param_of_grammar, tokenize
 from orchestrator.api.responses import ResponseForm, parse_response_request
 from orchestrator.api.schema import ChatRequest, GenerationOptions, parse_chat_request, parse_completion_request
 from orchestrator.api.stream import AnswerForm, AnswerHead, ChatForm, CompletionForm
 from orchestrator.errors import RequestError
-from orchestrator.gateway.sequence import GenerationRequest
+from orchestrator.gateway.sequence import GenerationRequest, Usage
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -29,7 +31,7 @@ class GeneratingRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Continue a conversation."""
         body = await read_json(request)
-        served = self._endpoint.ready()
+        served = self._endpoint.ready_to_continue()
         parsed = parse_chat_request(body, self._endpoint.names, secrets.randbits(63))
         plan = await _plan(served, parsed)
         options = parsed.options
@@ -46,7 +48,7 @@ class GeneratingRoutes:
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Continue a conversation in the form of the Responses API."""
         body = await read_json(request)
-        served = self._endpoint.ready()
+        served = self._endpoint.ready_to_continue()
         parsed = parse_response_request(body, self._endpoint.names, secrets.randbits(63))
         plan = await _plan(served, parsed.chat)
         head = self._endpoint.head("resp_", served)
@@ -57,7 +59,7 @@ class GeneratingRoutes:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Continue texts."""
         body = await read_json(request)
-        served = self._endpoint.ready()
+        served = self._endpoint.ready_to_continue()
         parsed = parse_completion_request(body, self._endpoint.names, secrets.randbits(63))
         options = parsed.options
         grammar = format_grammar(options.format)
@@ -73,14 +75,27 @@ class GeneratingRoutes:
         return await self._answer(request, served, options, head, prompts, form, grammar, frozenset())
 
     async def embed(self, request: web.Request) -> web.StreamResponse:
-        """Refuse: what is served here continues text."""
-        await read_json(request)
-        self._endpoint.ready()
-        raise RequestError(
-            f"{self._endpoint.names.name!r} continues text and makes no embeddings",
-            code="unsupported_operation",
-            hint="serve a model made for embeddings elsewhere",
-        )
+        """Embed texts, where the model can."""
+        body = await read_json(request)
+        served = self._endpoint.ready()
+        name = self._endpoint.names.name
+        embedder = served.embedder
+        if embedder is None:
+            raise RequestError(
+                f"{name!r} continues text and makes no embeddings",
+                code="unsupported_operation",
+                hint="serve a model made for embeddings",
+            )
+        parsed = parse_embedding_request(body, self._endpoint.names)
+        inputs = [_prompt_tokens(served, one) for one in parsed.inputs]
+        check_tokens(inputs, served.gateway.n_vocab)
+        vectors = []
+        for tokens in inputs:
+            vectors.append(await asyncio.to_thread(embedder.embed, tokens))
+            check_dimensions(parsed.dimensions, len(vectors[-1]))
+        count = sum(map(len, inputs))
+        notes().usage = Usage(count, 0)
+        return web.json_response(embedding_body(name, vectors, count, as_base64=parsed.as_base64))
 
     async def _answer(
         self,

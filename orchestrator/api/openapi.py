@@ -57,7 +57,7 @@ def _paths() -> Document:
         "/v1/responses": {
             "post": _generating("Continue a conversation, as text.", "ResponseRequest", "Response", "ResponseEvent")
         },
-        "/v1/embeddings": {"post": _operation("Not available here.", None, "EmbeddingRequest", ("404",))},
+        "/v1/embeddings": {"post": _operation("Embed texts.", "Embeddings", "EmbeddingRequest", ("404",))},
         "/v1/models": {"get": _operation("List the one model.", "ModelList")},
         "/v1/models/{name}": {
             "get": _operation("Describe the model.", "Model", parameters=[_path_parameter("name")], more=("404",))

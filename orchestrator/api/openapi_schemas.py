@@ -47,6 +47,13 @@ _FLAG: Final[Schema] = {"type": ["boolean", "null"]}
 _TEXT: Final[Schema] = {"type": ["string", "null"]}
 _TOKENS: Final[Schema] = _list({"type": "integer", "minimum": 0, "maximum": MAX_TOKENS}, minItems=1)
 _JSON_SCHEMA: Final[Schema] = {"type": ["object", "boolean", "null"], "description": "A JSON Schema."}
+_PROMPTS: Final[Schema] = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKENS,
+        _list({"anyOf": [{"type": "string"}, _TOKENS]}, minItems=1, maxItems=MAX_ANSWERS),
+    ]
+}
 _LIMIT: Final[Schema] = {
     "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}, {"const": -1}, {"type": "null"}]
 }
@@ -256,13 +263,7 @@ COMPONENTS: Final[dict[str, Schema]] = {
     "CompletionRequest": _object(
         {
             **_COMMON,
-            "prompt": {
-                "anyOf": [
-                    {"type": "string"},
-                    _TOKENS,
-                    _list({"anyOf": [{"type": "string"}, _TOKENS]}, minItems=1, maxItems=MAX_ANSWERS),
-                ]
-            },
+            "prompt": _PROMPTS,
             "logprobs": _integer(0, MAX_LOGPROBS),
             "n_predict": _LIMIT,
         },
@@ -306,7 +307,34 @@ COMPONENTS: Final[dict[str, Schema]] = {
         ("role", "content"),
         closed=False,
     ),
-    "EmbeddingRequest": _object({"model": _TEXT, "input": {}}, ("input",), closed=False),
+    "EmbeddingRequest": _object(
+        {
+            "model": _TEXT,
+            "input": _PROMPTS,
+            "encoding_format": {"enum": ["float", "base64", None]},
+            "dimensions": _integer(1, 1 << 20),
+            "user": {},
+        },
+        ("input",),
+    ),
+    "Embeddings": _object(
+        {
+            "object": {"const": "list"},
+            "model": {"type": "string"},
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "embedding"},
+                        "index": {"type": "integer"},
+                        "embedding": {"anyOf": [_list({"type": "number"}), {"type": "string"}]},
+                    },
+                    ("object", "index", "embedding"),
+                )
+            ),
+            "usage": {"type": "object"},
+        },
+        ("object", "model", "data", "usage"),
+    ),
     "TokenizeRequest": _object(
         {
             "model": _TEXT,

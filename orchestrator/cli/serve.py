@@ -32,6 +32,7 @@ from orchestrator.cli.backbone_options import (
 )
 from orchestrator.errors import ChatTemplateError
 from orchestrator.gateway.backend import known_invariance
+from orchestrator.gateway.embedding import Embedder, pooling_of
 from orchestrator.gateway.gateway import MAX_WAITING
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Limits
@@ -206,7 +207,13 @@ class _Server:
             wall=time.time,
         )
         self._endpoint.served = ServedModel.of(
-            gateway, backbone.model, template, report, backbone.identity.build, self._serving.slot_folder
+            gateway,
+            backbone.model,
+            template,
+            report,
+            backbone.identity.build,
+            self._serving.slot_folder,
+            _embedder(backbone, gateway),
         )
         self._say_ready(report, measurements, bound, gateway.n_ctx)
 
@@ -245,6 +252,16 @@ class _Server:
         self._terminal.print(f"serving {name} at {url}/v1 (contract {snapshot.contract})")
         self._terminal.print(f"slots: {len(snapshot.slots)}, each of {n_ctx} tokens; a page to chat: {url}/")
         self._terminal.print(f"try: curl {url}/v1/chat/completions -d '{question}'")
+
+
+def _embedder(backbone: Backbone | RingBackbone, gateway: Gateway) -> Embedder | None:
+    """Return what embeds texts, for a model that does nothing else; None for all others."""
+    from orchestrator.gateway.backbone import Backbone
+
+    model = backbone.model
+    if not model.embeds or not isinstance(backbone, Backbone):
+        return None
+    return Embedder(backbone.context, pooling_of(model.metadata, model.architecture), gateway.between_steps)
 
 
 def _names(model: str, path: Path) -> ModelNames:

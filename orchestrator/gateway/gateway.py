@@ -158,6 +158,10 @@ class Gateway:
         """Forget what an idle slot holds; return how many tokens that were."""
         return self._in_loop(lambda: self._erase_slot(slot))
 
+    def between_steps(self, call: Callable[[], sessions.Result]) -> sessions.Result:
+        """Run a call in the thread of the loop, where nothing else uses the backend, and return what it returns."""
+        return self._in_loop(call)
+
     def start(self) -> None:
         """Start the thread of the loop."""
         self._thread = threading.Thread(target=self._loop, name="decode", daemon=True)
