@@ -153,6 +153,8 @@ _log_lines: list[str] = []
 def _set_switches() -> None:
     # The tiled GEMM makes a row's result depend on how many rows share its expert (design: batch invariance).
     os.environ.setdefault("GGML_CPU_TILED_MM", "0")
+    # Splitting one row's keys among threads makes its attention depend on their number (patches/0005).
+    os.environ.setdefault("GGML_CPU_SPLIT_KV", "0")
 
 
 def _receive_log(level: int, text: bytes, _data: object) -> None:

@@ -105,11 +105,6 @@ def test_a_step_that_fails_leaves_no_trace_in_any_of_its_sequences(synthetic, ar
         assert logits[15:].tobytes() == expected[1][12:13].tobytes()
 
 
-@pytest.mark.xfail(
-    reason="from 512 cells on, the CPU's attention shares one row's keys out among threads and adds the parts up: "
-    "the order depends on threads and on the longest sequence of the batch (ops.cpp, use_split_kv_path)",
-    strict=False,
-)
 def test_more_than_256_tokens_and_two_threads_depend_on_no_grouping(synthetic):
     tokens = numbers(300, 4)
     with Model.open(synthetic("llama")) as model:
