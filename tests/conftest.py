@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from orchestrator.engine.synth import synth
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts jobs in the background with Ctrl-C ignored, and our child processes would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAMILIES = (
     "llama",
