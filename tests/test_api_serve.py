@@ -84,9 +84,8 @@ def test_a_worker_killed_in_the_middle_of_an_answer(model, alone):
                         workers.kill(1)
         error = json.loads(events[-1])["error"]
         assert error["worker"].startswith("local-2 ")
-        # found out in the middle of a layer, or between two steps, where there is no layer to name
-        assert error["layer"] is None or error["layer"] in range(16)
-        assert error["message"].startswith(f"worker {error['worker']}")
+        assert error["layer"] in range(16)
+        assert error["message"].startswith(f"worker {error['worker']}, layer {error['layer']}: ")
         # Nothing is left of that request; the next one is refused quickly and says why, and so does the readiness.
         begin = time.monotonic()
         status, text = post(server.url, BODY)

@@ -478,7 +478,7 @@ def test_a_worker_that_stays_away_fails_every_step_quickly_and_then_returns():
         worker.close()
     for _ in range(2):
         begin = time.monotonic()
-        with pytest.raises(WorkerLostError, match=rf"worker away \({address}\): cannot connect"):
+        with pytest.raises(WorkerLostError, match=rf"worker away \({address}\), layer 0: cannot connect"):
             dispatcher.begin_step()
         assert time.monotonic() - begin < 2
         dispatcher.check()

@@ -133,7 +133,7 @@ class Dispatcher:
                 engine; the text names what differs.
         """
         for worker in self._absent():
-            self._bring_back(worker)
+            self._bring_back(worker, layer=self._first_layer(worker))
 
     def describe(self, descriptors: Sequence[LayerDescriptor]) -> None:
         """Tell all workers how the experts compute, and settle who computes which.
@@ -195,17 +195,22 @@ class Dispatcher:
                 self._state.lost(worker)
         return self._state.absent()
 
-    def _bring_back(self, worker: int, *, timeout: float = GREETING_TIMEOUT) -> None:
+    def _first_layer(self, worker: int) -> int | None:
+        """Return the first layer that a step cannot pass without this worker; None before its first greeting."""
+        welcome = self._links[worker].welcome
+        return min(welcome.ownership.layers, default=None) if welcome is not None else None
+
+    def _bring_back(self, worker: int, *, layer: int | None = None, timeout: float = GREETING_TIMEOUT) -> None:
         link = self._links[worker]
         before = link.welcome
         connect_timeout = min(self._connect_timeout, timeout)
-        welcome = link.open(self._hello, connect_timeout, self._now() + connect_timeout + timeout)
+        welcome = link.open(self._hello, connect_timeout, self._now() + connect_timeout + timeout, layer)
         difference = find_difference(welcome, self._identity, self._contract, self._model_sha256)
         if difference is not None:
             name = link.name
             link.reject(difference)
             link.welcome = before
-            raise WorkerRefusedError(f"cannot serve {self._contract.value}: {difference}", worker=name)
+            raise WorkerRefusedError(f"cannot serve {self._contract.value}: {difference}", worker=name, layer=layer)
         self._state.greeted(worker, welcome.ownership)
         try:
             self._describe_to(worker)

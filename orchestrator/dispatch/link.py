@@ -73,8 +73,8 @@ class WorkerLink:
 
     # --- the connection --------------------------------------------------------------------------------------
 
-    def open(self, hello: Hello, connect_timeout: float, deadline: float) -> Welcome:
-        """Connect and greet; the timeout is for the connection, the deadline for the whole.
+    def open(self, hello: Hello, connect_timeout: float, deadline: float, layer: int | None = None) -> Welcome:
+        """Connect and greet; the timeout is for the connection, the deadline for the whole, ``layer`` for errors.
 
         Raises:
             WorkerLostError: no connection, or no greeting.
@@ -88,11 +88,11 @@ class WorkerLink:
             self._link.send(self._connection.send(hello), deadline)
             reply = self._receive(self._link, deadline)
         except FleetError as error:
-            self.lose(error, None, to_connect=True)
+            self.lose(error, layer, to_connect=True)
         if isinstance(reply, Refuse):
-            self.refuse(reply, None)
+            self.refuse(reply, layer)
         if not isinstance(reply, Welcome):
-            self.lose(ProtocolError(f"it greeted with {reply.type.name}"), None)
+            self.lose(ProtocolError(f"it greeted with {reply.type.name}"), layer)
         self.welcome = reply
         return reply
 
