@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from typing import Final
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.service import end_with_stdin, stop_on_signals
 from orchestrator.cli.stage_file import is_remote
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.deployment import Deployment, read_deployment, write_deployment
@@ -61,7 +61,7 @@ def command(
         raise click.UsageError("say which processes: --local for all of them, or --node NAME for one machine's")
     signal.signal(signal.SIGTERM, _leave)  # while processes load: what was started ends with the stack below
     if until_stdin_ends:
-        threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
+        end_with_stdin()
     deployment = read_deployment(file)
     remote = is_remote(deployment.model)
     model = deployment.model if remote else resolve_model(deployment.model).resolve()
@@ -76,7 +76,7 @@ def command(
         with terminal.progress("starting") as progress:
             progress(0, None, "processes load")
             stack.enter_context(processes)
-        stop = _stop_on_signals()
+        stop = stop_on_signals()
         found = processes.deployment
         if output is None and local:
             output = file.with_name(f"{file.stem}.running.toml")
@@ -114,19 +114,5 @@ def _announce(
     terminal.console.file.flush()
 
 
-def _stop_on_signals() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    return stop
-
-
 def _leave(_number: int, _frame: object) -> None:
     raise SystemExit(128 + signal.SIGTERM)
-
-
-def _end_with_stdin() -> None:
-    """End like on SIGTERM when standard input ends, because whoever started this process is gone then."""
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 from contextlib import ExitStack
 
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.service import end_with_stdin, listen_on_loopback, stop_on_signals
 from orchestrator.cli.stage_file import stage_file
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.engine.context import INVARIANT_ROWS
@@ -24,8 +23,7 @@ from orchestrator.models.gguf import GgufFile
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.layout import merge, parse_layers
 from orchestrator.ring.profile import StageProfile
-from orchestrator.transport.base import HostPort, Listener, parse_address
-from orchestrator.transport.tcp import TcpListener
+from orchestrator.transport.base import parse_address
 from orchestrator.transport.unix import connector_of, is_unix, listener_of
 from orchestrator.types import Contract
 from orchestrator.workers.server import ServerLimits
@@ -111,7 +109,7 @@ def command(
     """
     terminal: Terminal = ctx.obj
     if until_stdin_ends:
-        _watch_stdin()
+        end_with_stdin()
     if repack and batch_invariant:
         raise InputError("--repack adds in an order that depends on the batch", hint="add --no-batch-invariant")
     wanted = [parse_layers(text) for text in ranges]
@@ -123,7 +121,8 @@ def command(
     n_threads = threads or len(os.sched_getaffinity(0))
     rows = n_ubatch or (INVARIANT_ROWS if batch_invariant else _STOCK_ROWS)
     sizes = StageSizes(n_ctx, n_sequences, rows, n_batch, batch_invariant)
-    listener = _listen(listen)
+    # Before the weights are read, so that a taken port is known at once.
+    listener = listen_on_loopback() if listen is None else listener_of(listen)
     place = listener.address
     if not is_unix(place) and not parse_address(place).is_loopback:
         terminal.error(
@@ -177,7 +176,7 @@ def command(
         server = StageServer(
             StageService(hops, profile, connector_of), listener, limits=ServerLimits(), log=terminal.error
         )
-        stop = _stop_on_signals()
+        stop = stop_on_signals()
         server.start()
         _announce(terminal, profile, server.address, path.name, workers, as_json=as_json)
         # Signals wake this wait; the period only bounds how long one could be missed that hit another thread.
@@ -191,36 +190,6 @@ def command(
             terminal.error("error: a step was still running and was given up")
             sys.stderr.flush()
             os._exit(1)
-
-
-def _listen(address: str | None) -> Listener:
-    """Open the listener before the weights are read, so that a taken port is known at once."""
-    if address is not None:
-        return listener_of(address)
-    try:
-        return TcpListener(HostPort("127.0.0.1", 0))
-    except InputError:
-        # A machine with nothing but IPv6 may lack even the loopback address of IPv4.
-        return TcpListener(HostPort("::1", 0))
-
-
-def _stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set; until now they ended the process at once, which loading may."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    return stop
-
-
-def _watch_stdin() -> None:
-    """End like on SIGTERM when standard input ends, because whoever started this process is gone then."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="stdin", daemon=True).start()
 
 
 def _announce(

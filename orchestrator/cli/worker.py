@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import click
 
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.service import end_with_stdin, listen_on_loopback, stop_on_signals
 from orchestrator.engine.experts import ExpertStore
-from orchestrator.errors import InputError
 from orchestrator.models.catalog import locate, resolve_model
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.slices import Selection
-from orchestrator.transport.base import HostPort, parse_address
+from orchestrator.transport.base import parse_address
 from orchestrator.transport.tcp import TcpListener
 from orchestrator.workers.expert import ExpertCompute, ExpertService, WorkerProfile
 from orchestrator.workers.inject import InjectedCompute, Injection
@@ -75,13 +73,14 @@ def command(
     """
     terminal: Terminal = ctx.obj
     if until_stdin_ends:
-        _watch_stdin()
+        end_with_stdin()
     path = _local_file(terminal, model, layers, experts, own)
     file = GgufFile.open(path)
     file.require_moe()
     ownership = choose_ownership(file, layers, experts, own)
     n_threads = threads or len(os.sched_getaffinity(0))
-    listener = _listen(listen)
+    # Before the experts are read, so that a taken port is known at once.
+    listener = listen_on_loopback() if listen is None else TcpListener(parse_address(listen))
     host_port = listener.host_port
     if not host_port.is_loopback:
         terminal.error(
@@ -97,7 +96,7 @@ def command(
         )
         service = ExpertService(compute, profile, queue_limit=queue_limit)
         server = WorkerServer(service, listener, limits=ServerLimits(connections=connections), log=terminal.error)
-        stop = _stop_on_signals()
+        stop = stop_on_signals()
         server.start()
         _announce(terminal, file, service, server.address, inject, mapped=mmap, as_json=as_json)
         # Signals wake this wait; the period only bounds how long one could be missed that hit another thread.
@@ -127,36 +126,6 @@ def _local_file(
 
     with terminal.progress("fetching experts") as progress:
         return fetch_share(location, choose, name=f"{layers} {experts} {own}", progress=progress, warn=terminal.error)
-
-
-def _listen(address: str | None) -> TcpListener:
-    """Open the listener before the experts are read, so that a taken port is known at once."""
-    if address is not None:
-        return TcpListener(parse_address(address))
-    try:
-        return TcpListener(HostPort("127.0.0.1", 0))
-    except InputError:
-        # A machine with nothing but IPv6 may lack even the loopback address of IPv4.
-        return TcpListener(HostPort("::1", 0))
-
-
-def _stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set; until now they ended the process at once, which loading may."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    return stop
-
-
-def _watch_stdin() -> None:
-    """End like on SIGTERM when standard input ends, because whoever started this process is gone then."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="stdin", daemon=True).start()
 
 
 def _announce(

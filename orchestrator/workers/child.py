@@ -14,11 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
 
 from orchestrator.errors import WorkerLostError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PACKAGE_PARENT: Final = Path(__file__).resolve().parents[2]
 _TAIL_LINES: Final = 12
@@ -123,6 +128,72 @@ class ChildProcess:
     def close(self) -> None:
         """Release what was kept of it; the process must have ended."""
         self._errors.close()
+
+
+class ChildGroup(ABC):
+    """Several children, ready when the ``with`` block begins and gone when it ends."""
+
+    def __init__(self, names: Sequence[str], pin: Sequence[int] | None, timeout: float) -> None:
+        cores: Sequence[int | None] = [None] * len(names) if pin is None else pin
+        self._timeout = timeout
+        self._children = [ChildProcess(name, core=core) for name, core in zip(names, cores, strict=True)]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the processes, in order; a restart keeps them."""
+        return tuple(child.address for child in self._children)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids as of the last start of each."""
+        return tuple(child.pid for child in self._children if child.pid is not None)
+
+    def __enter__(self) -> Self:
+        try:
+            for index in range(len(self._children)):
+                self._start(index)
+            # All load at the same time; the deadline is one for each, counted from here.
+            deadline = time.monotonic() + self._timeout
+            for child in self._children:
+                child.wait_ready(deadline, self._timeout)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def kill(self, index: int) -> None:
+        """Kill one process at once (SIGKILL), as a failing machine would."""
+        self._children[index].kill()
+
+    def restart(self, index: int) -> None:
+        """Start a process again on its port, ending it first where it still runs, and wait until it is ready."""
+        child = self._children[index]
+        end_processes([child])
+        self._start(index)
+        child.wait_ready(time.monotonic() + self._timeout, self._timeout)
+
+    def close(self) -> None:
+        """End all processes: in order, and by force those that do not."""
+        end_processes(self._children)
+        for child in self._children:
+            child.close()
+
+    def _start(self, index: int) -> None:
+        child = self._children[index]
+        child.start([*self._arguments(index), "--name", child.name, "--listen", child.address or self._free(child)])
+
+    @abstractmethod
+    def _arguments(self, index: int) -> Sequence[str]:
+        """Return the command of one child, without its name and address."""
+
+    def _free(self, child: ChildProcess) -> str:
+        """Return where a child listens at its first start."""
+        return "127.0.0.1:0"
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
