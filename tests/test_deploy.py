@@ -74,7 +74,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        # a process can be waited for when its other threads have ended too, not as soon as its first one is a zombie
+        is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not is_zombie or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
