@@ -34,9 +34,13 @@ class Tensor(ctypes.Structure):
 
 
 class Probe:
-    """One context; every decode starts from an empty cache."""
+    """One context; every decode starts from an empty cache. ``watched`` are the tensors whose values are kept."""
 
-    def __init__(self, path: str, n_ctx: int = 640, n_ubatch: int = 512, embeds: bool = False) -> None:
+    watched: tuple[str, ...] = ("ffn_moe_topk-",)
+
+    def __init__(
+        self, path: str, n_ctx: int = 640, n_ubatch: int = 512, embeds: bool = False, flash_attention: bool = False
+    ) -> None:
         self.log: list[str] = []
         self._log = api.llama_log_callback(
             lambda level, text, _: self.log.append(text.decode()) if level >= 4 else None
@@ -58,6 +62,8 @@ class Probe:
         options.n_ubatch = n_ubatch
         options.n_threads = options.n_threads_batch = 1
         options.cb_eval = self._eval
+        if flash_attention:
+            options.flash_attn_type = 1
         self.embeds = embeds
         if embeds:
             options.embeddings = True
@@ -69,11 +75,13 @@ class Probe:
     def _observe(self, address: int, ask: bool, _data: object) -> bool:
         tensor = Tensor.from_address(address)
         name = tensor.name.decode()
-        wanted = name.startswith("ffn_moe_topk-")
+        wanted = name.startswith(self.watched)
         if wanted and not ask:
-            k, n = tensor.ne[0], tensor.ne[1]
+            k, n = (tensor.ne[0], tensor.ne[1]) if tensor.ne[2] == 1 else (tensor.ne[1], tensor.ne[2])
+            stride = tensor.nb[1] if tensor.ne[2] == 1 else tensor.nb[2]
+            element = ctypes.c_float if tensor.type == 0 else ctypes.c_int32
             rows = [
-                np.ctypeslib.as_array((ctypes.c_int32 * k).from_address(tensor.data + row * tensor.nb[1])).copy()
+                np.ctypeslib.as_array((element * k).from_address(tensor.data + row * stride)).copy()
                 for row in range(n)
             ]
             self.routed.setdefault(name, []).append(np.stack(rows))
