@@ -250,6 +250,8 @@ def test_memory_is_what_the_narrowest_limit_leaves(tmp_path: Path) -> None:
     (groups / "a" / "memory.max").write_text("5000\n")
     (groups / "a" / "memory.current").write_text("1000\n")
     assert usable_memory(groups=groups, own=own) == 4000
+    (groups / "a" / "memory.stat").write_text("anon 200\nactive_file 300\ninactive_file 500\n")
+    assert usable_memory(groups=groups, own=own) == 4800, "cached files give way"
     own.write_text("4:memory:/x\n")
     (groups / "memory" / "memory.limit_in_bytes").write_text(f"{0x7FFFFFFFFFFFF000}\n")
     assert usable_memory(groups=groups, own=own) == pytest.approx(free, rel=0.2)

@@ -20,7 +20,8 @@ from orchestrator.transport.base import parse_address
 from orchestrator.transport.tcp import TcpListener
 from orchestrator.workers.expert import ExpertCompute, ExpertService, WorkerProfile
 from orchestrator.workers.inject import InjectedCompute, Injection
-from orchestrator.workers.ownership import choose_ownership, describe_ownership
+from orchestrator.workers.machine import require_memory
+from orchestrator.workers.ownership import choose_ownership, describe_ownership, owned_bytes
 from orchestrator.workers.server import ServerLimits, WorkerServer
 
 
@@ -78,6 +79,12 @@ def command(
     file = GgufFile.open(path)
     file.require_moe()
     ownership = choose_ownership(file, layers, experts, own)
+    if not mmap:
+        require_memory(
+            owned_bytes(file, ownership),
+            f"what this worker is to hold of {path.name}",
+            hint="own fewer experts, or leave them in the file: --mmap",
+        )
     n_threads = threads or len(os.sched_getaffinity(0))
     # Before the experts are read, so that a taken port is known at once.
     listener = listen_on_loopback() if listen is None else TcpListener(parse_address(listen))

@@ -20,6 +20,11 @@ def split_evenly(model: GgufFile, count: int) -> tuple[Ownership, ...]:
     )
 
 
+def owned_bytes(model: GgufFile, ownership: Ownership) -> int:
+    """Return how many bytes the weights of the owned experts take."""
+    return sum(model.bytes_per_expert(layer) * len(ownership.experts[layer]) for layer in ownership.layers)
+
+
 def describe_ownership(ownership: Ownership) -> list[tuple[str, str]]:
     """Return (layers, experts) as ranges, one pair per distinct set of experts."""
     layers_of: dict[tuple[int, ...], list[int]] = {}
