@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import time
+from pathlib import Path
 
 import gguf
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -237,6 +240,36 @@ def test_an_unknown_tensor_type_is_named(moe, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(good)
     with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_up_exps\.weight has the unknown type 4"):
         GgufFile.open(tmp_path / "bad.gguf")
+
+
+def test_a_matrix_that_the_engine_cannot_multiply_is_named(moe, tmp_path):
+    good = bytearray(moe.read_bytes())
+    name = b"blk.0.ffn_up_exps.weight"
+    at = good.index(name) + len(name) + 4 + 3 * 8
+    assert struct.unpack_from("<I", good, at)[0] == GgmlType.F32
+    struct.pack_into("<I", good, at, GgmlType.I32)  # as many bytes
+    (tmp_path / "bad.gguf").write_bytes(good)
+    with pytest.raises(ModelFileError, match=r"cannot multiply blk\.0\.ffn_up_exps\.weight.*I32"):
+        GgufFile.open(tmp_path / "bad.gguf")
+
+
+class _Traits(ctypes.Structure):
+    """``ggml_type_traits_cpu`` of the pinned engine."""
+
+    _fields_ = (
+        ("from_float", ctypes.c_void_p),
+        ("vec_dot", ctypes.c_void_p),
+        ("vec_dot_type", ctypes.c_int),
+        ("nrows", ctypes.c_int64),
+    )
+
+
+@pytest.mark.parametrize("kind", GgmlType)
+def test_matrix_types_are_those_of_the_engine(kind):
+    library = ctypes.CDLL(str(next(Path(llama_cpp.__file__).parent.glob("lib/libggml-cpu.*"))))
+    library.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_Traits)
+    traits = library.ggml_get_type_traits_cpu(int(kind)).contents
+    assert kind.multiplies is (traits.vec_dot is not None)
 
 
 @pytest.mark.parametrize(

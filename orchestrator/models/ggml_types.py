@@ -59,6 +59,11 @@ class GgmlType(enum.IntEnum):
         """Bytes per block."""
         return _BLOCKS[self][1]
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether the engine multiplies matrices of this type (``vec_dot`` of ``type_traits_cpu``, ggml-cpu.c)."""
+        return self not in _WITHOUT_PRODUCT
+
     def bytes_of(self, values: int) -> int:
         """Return the bytes that this many values take (a multiple of the block size)."""
         size, width = _BLOCKS[self]
@@ -103,3 +108,15 @@ _BLOCKS: Final = {
     GgmlType.Q1_0: (128, 18),
     GgmlType.Q2_0: (64, 18),
 }
+
+_WITHOUT_PRODUCT: Final = frozenset(
+    {
+        GgmlType.I8,
+        GgmlType.I16,
+        GgmlType.I32,
+        GgmlType.I64,
+        GgmlType.F64,
+        GgmlType.Q8_1,  # it and the next hold activations only
+        GgmlType.Q8_K,
+    }
+)

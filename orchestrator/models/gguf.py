@@ -38,6 +38,9 @@ SPLIT_PREFIX: Final = "split."
 FILE_PREFIXES: Final = (SPLIT_PREFIX, MANIFEST_PREFIX, SLICE_PREFIX)
 """Keys that tell about a file and not about the model."""
 
+_LOOKUP: Final = "_tid2eid"
+"""Part of the name of a table of integers: the experts of each token (``LLM_TENSOR_FFN_GATE_TID2EID``)."""
+
 _PART_NAME: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -85,6 +88,7 @@ class GgufFile:
         model = cls(headers, tensors)
         model._check_parts()
         model._check_counts()
+        model._check_types()
         model._check_manifest()
         return model
 
@@ -265,6 +269,16 @@ class GgufFile:
                 expected = four(with_experts(info.name, listed.shape, len(self.stacked(info))))
             if listed is None or (listed.type, expected) != (info.type, four(info.shape)):
                 raise ModelFileError(f"{self.path}: tensor {info.name} is not as the slice's manifest says")
+
+    def _check_types(self) -> None:
+        """Refuse matrices that the engine has no kernel for: it would load them and end the process at the first."""
+        for shape in self.manifest.values():
+            is_matrix = len(shape.shape) > 1 and shape.name.endswith(".weight") and _LOOKUP not in shape.name
+            if is_matrix and not shape.type.multiplies:
+                raise ModelFileError(
+                    f"{self.path} is damaged or not supported: the engine cannot multiply {shape.name}, "
+                    f"because it is of the type {shape.type.name}"
+                )
 
     def _check_counts(self) -> None:
         """Refuse counts on which the engine would abort the process instead of returning an error."""
