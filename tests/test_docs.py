@@ -73,6 +73,16 @@ def test_paths_in_documents_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_in_documents_exist(document: Path) -> None:
+    missing = [
+        f"{path}::{name}"
+        for path, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", TEXT[document])
+        if not re.search(rf"^(?:async )?def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_targets_of_make_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", TEXT[document]))
