@@ -188,6 +188,7 @@ def test_inputs_that_cannot_be_served_each_say_why(synthetic, model, tmp_path):
             (2, "GGUF"): [text, "--unverified"],
             (2, "cut.gguf"): [cut, "--unverified"],
             (2, "template is broken"): [broken, "--unverified"],
+            (2, "fills in a whole text at once"): [synthetic("rnd1"), "--unverified"],
             (2, "in use"): [model, "--unverified", "--listen", f"127.0.0.1:{port}"],
             (4, "127.0.0.1:9"): [model, "--unverified", "--worker", "127.0.0.1:9"],
             (2, "cannot be split"): [model, "--unverified", "--workers", "64"],

@@ -34,6 +34,7 @@ def test_models_that_cannot_chat_each_say_why(synthetic, model, tmp_path):
         "has no chat template": [synthetic("llama")],
         "is broken": [broken],
         "leaves out what the user says": [silent],
+        "fills in a whole text at once": [synthetic("llada-moe")],
         "cannot read the chat template": [model, "--chat-template", tmp_path / "no.jinja"],
     }
     for words, arguments in tries.items():

@@ -16,7 +16,9 @@ import click
 from orchestrator.cli.app import Terminal
 from orchestrator.errors import ChatTemplateError, InputError
 from orchestrator.gateway.template import ChatTemplate, missing_template
+from orchestrator.models.architectures import RECIPES
 from orchestrator.models.catalog import resolve_model
+from orchestrator.models.gguf import GgufFile
 from orchestrator.transport.base import parse_address
 from orchestrator.types import Contract
 
@@ -154,6 +156,7 @@ def open_model(
     """Load the model, without its experts where there are workers; the caller closes it."""
     from orchestrator.gateway.backbone import open_backbone
 
+    _require_one_token_at_a_time(path)
     begin = time.monotonic()
     with terminal.progress("model") as progress:
 
@@ -171,6 +174,18 @@ def open_model(
             batch_invariant=options.batch_invariant,
             timeout=options.timeout,
             progress=show,
+        )
+
+
+def _require_one_token_at_a_time(path: Path) -> None:
+    """Raise :class:`InputError` for a model that fills in a whole text at once, as diffusion models do."""
+    architecture = GgufFile.open(path).architecture
+    recipe = RECIPES.get(architecture)
+    if recipe is not None and recipe.bidirectional and not recipe.embeds:
+        raise InputError(
+            f"{path.name} fills in a whole text at once ({architecture}, a diffusion model), and answers here are "
+            "made token by token",
+            hint="`linkcpp onboard` compares such a model; what generates with it is not built",
         )
 
 
@@ -213,6 +228,7 @@ def open_stages(terminal: Terminal, path: Path, deployment: Deployment, options:
     """Open the ring of a deployment; the caller closes it."""
     from orchestrator.gateway.ring_backbone import open_ring
 
+    _require_one_token_at_a_time(path)
     with terminal.progress("stages"):
         return open_ring(path, deployment, n_threads=options.n_threads, timeout=options.timeout)
 
