@@ -43,6 +43,11 @@ def setting(name: str) -> str | None:
     return value or None
 
 
+def api_key() -> str | None:
+    """Return the key to send to servers that ask for one: ``LINKCPP_API_KEY``."""
+    return setting("LINKCPP_API_KEY")
+
+
 def data_dir() -> Path:
     """Return the folder for what must be kept (models, gate results), creating it; ``LINKCPP_DATA`` overrides."""
     return _folder("LINKCPP_DATA", "data", _user_folder("user_data_dir"))

@@ -109,4 +109,5 @@ def _refusal(status: int, text: str) -> LinkcppError:
         message = f"the server answers with HTTP {status}"
     if status >= 500:
         return FleetError(message)
-    return RequestError(message, status=status)
+    hint = "give it with --api-key or LINKCPP_API_KEY" if status == 401 else None
+    return RequestError(message, status=status, hint=hint)

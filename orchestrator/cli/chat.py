@@ -15,6 +15,7 @@ import click
 from orchestrator.api.client import stream_chat
 from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import BackboneOptions, backbone_options, open_model, start_workers
+from orchestrator.cli.client_options import api_key_option
 from orchestrator.errors import ChatTemplateError, LinkcppError
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.sequence import Finished, GenerationRequest
@@ -60,8 +61,9 @@ class Answerer(Protocol):
 class RemoteAnswerer:
     """Asks an endpoint of the OpenAI API."""
 
-    def __init__(self, url: str, settings: AnswerSettings) -> None:
+    def __init__(self, url: str, settings: AnswerSettings, api_key: str | None = None) -> None:
         self._url = url
+        self._api_key = api_key
         named = {
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -76,7 +78,7 @@ class RemoteAnswerer:
 
     async def _answer(self, messages: Sequence[ChatMessage], write: Write) -> Outcome:
         reason, prompt_tokens, completion_tokens = "", None, None
-        async for part in stream_chat(self._url, messages, self._parameters):
+        async for part in stream_chat(self._url, messages, self._parameters, self._api_key):
             if part.text:
                 write(part.text)
             reason = part.finish_reason or reason
@@ -224,6 +226,7 @@ def printable(text: str) -> str:
 @click.command("chat")
 @click.argument("model", required=False)
 @click.option("--url", default=None, metavar="URL", help=f"Talk with a server. [without MODEL: {DEFAULT_URL}]")
+@api_key_option
 @click.option("--system", default=None, metavar="TEXT", help="Instructions to the model, before the conversation.")
 @click.option("--prompt", default=None, metavar="TEXT", help="Answer one message and end; - reads it from stdin.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=None, help="0 always takes the likeliest token.")
@@ -237,6 +240,7 @@ def command(
     terminal: Terminal,
     model: str | None,
     url: str | None,
+    api_key: str | None,
     system: str | None,
     prompt: str | None,
     temperature: float | None,
@@ -258,7 +262,7 @@ def command(
     settings = AnswerSettings(temperature, top_p, seed, max_tokens)
     with ExitStack() as stack:
         if model is None:
-            answerer: Answerer = RemoteAnswerer(url or DEFAULT_URL, settings)
+            answerer: Answerer = RemoteAnswerer(url or DEFAULT_URL, settings, api_key)
         else:
             answerer = _open_local(terminal, stack, model, options, settings)
         conversation = Conversation(terminal, answerer, system, as_json=as_json)

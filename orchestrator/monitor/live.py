@@ -42,18 +42,25 @@ def status_url(address: str) -> str:
     return url.rstrip("/") + "/status"
 
 
-def fetch_snapshot(url: str, *, timeout: float = FETCH_SECONDS) -> FleetSnapshot:
+def fetch_snapshot(url: str, *, timeout: float = FETCH_SECONDS, api_key: str | None = None) -> FleetSnapshot:
     """Fetch the status from its route; raise :class:`FleetError` in words, with no proxy in between.
 
-    ``timeout`` in seconds holds for the connection and for each read.
+    ``timeout`` in seconds holds for the connection and for each read; ``api_key`` is for a gateway that asks for one.
     """
+    request = urllib.request.Request(url)
+    if api_key is not None:
+        # The library writes headers in Latin-1, and keys are UTF-8.
+        request.add_header("Authorization", f"Bearer {api_key}".encode().decode("latin-1"))
     # A fleet's gateway is on this machine or beside it: a proxy set in the environment is never the way there.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=timeout) as response:
+        with opener.open(request, timeout=timeout) as response:
             body = response.read(_MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         error.close()
+        if error.code == http.HTTPStatus.UNAUTHORIZED:
+            problem = "asks for an API key" if api_key is None else "does not know this API key"
+            raise FleetError(problem, hint="give it with --api-key or LINKCPP_API_KEY") from error
         raise FleetError(f"answers HTTP {error.code} to {url}", hint="is it a linkcpp gateway?") from error
     except urllib.error.URLError as error:
         reason = error.reason
