@@ -97,7 +97,8 @@ class FakeBackend:
     def collect(self) -> StepResult:
         result = self._results.popleft()
         if result.error is not None and not isinstance(result.error, StepDroppedError):
-            self._spoiled.clear()
+            for sequence in result.resume:  # and not those of a failure that nobody has been told of
+                self._spoiled.pop(sequence, None)
         if not self._results:
             self._spoiled.clear()
         return result
