@@ -21,23 +21,15 @@ from orchestrator.api.listen import listening
 from orchestrator.api.schema import ModelNames
 from orchestrator.cli.access_options import ServingOptions, access_options
 from orchestrator.cli.app import Terminal
-from orchestrator.cli.backbone_options import (
-    BackboneOptions,
-    backbone_options,
-    deployed_file,
-    deployed_options,
-    open_model,
-    open_stages,
-    start_workers,
-)
+from orchestrator.cli.backbone_options import BackboneOptions, backbone_options
+from orchestrator.cli.replicas import OpenReplicas, Planned, plan_replicas
 from orchestrator.errors import ChatTemplateError
 from orchestrator.gateway.backend import known_invariance
 from orchestrator.gateway.embedding import Embedder, pooling_of
 from orchestrator.gateway.gateway import MAX_WAITING
+from orchestrator.gateway.replicas import Replicas
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Limits
-from orchestrator.models.catalog import resolve_model
-from orchestrator.models.deployment import Deployment, read_deployment
 from orchestrator.onboarding.findings import BatchInvariance
 from orchestrator.onboarding.records import require
 from orchestrator.transport.base import HostPort, parse_address
@@ -56,11 +48,18 @@ COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per exper
 @click.argument("model", required=False)
 @click.option(
     "--deployment",
-    "file",
+    "files",
     type=click.Path(path_type=Path),
-    default=None,
+    multiple=True,
     metavar="FILE",
-    help="In place of MODEL: serve over the stages and workers of a deployment.",
+    help="In place of MODEL: serve over the stages and workers of a deployment. Several are replicas.",
+)
+@click.option(
+    "--replica",
+    "stars",
+    multiple=True,
+    metavar="HOST:PORT,...",
+    help="Running workers that have all experts together; several are replicas, each with conversations of its own.",
 )
 @click.option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Where to answer; port 0 takes any.")
 @click.option("--slots", type=click.IntRange(1, 63), default=None, help="Requests answered at once. [default: 4]")
@@ -81,7 +80,8 @@ COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per exper
 def command(
     terminal: Terminal,
     model: str | None,
-    file: Path | None,
+    files: tuple[Path, ...],
+    stars: tuple[str, ...],
     listen: str,
     slots: int | None,
     queue: int,
@@ -98,31 +98,26 @@ def command(
     """
     serving.begin_log()
     address = parse_address(listen)
-    if (model is None) == (file is None):
-        raise click.UsageError("name a MODEL, or a --deployment that names it")
-    deployment = None if file is None else read_deployment(file)
-    if deployment is not None:
-        model, options = deployment.model, deployed_options(deployment, options, slots)
-        slots = deployment.sequences
-    path = resolve_model(str(model)) if deployment is None else deployed_file(terminal, deployment)
-    verified = None if unverified else require(path, options.contract)
-    found = BatchInvariance() if verified is None else verified.invariance
-    service = _Service(slots, Limits(queue, max(1, queue // 2), prefix_memory << 20), found, deployment)
+    name, planned = plan_replicas(terminal, model, files, stars, options, slots)
+    found = BatchInvariance()
+    if not unverified:
+        # The gate's verdict is about a file and a contract, and they are the same for all.
+        found = require(planned[0].path, planned[0].options.contract).invariance
+    service = _Service(planned, Limits(queue, max(1, queue // 2), prefix_memory << 20), found)
     warning = None if address.is_loopback else serving.warn_of(address)
     if warning is not None:
         terminal.error(f"warning: {warning}")
-    server = _Server(terminal, path, _names(str(model), path), options, service, serving, as_json=as_json)
+    server = _Server(terminal, _names(name, planned[0].path), service, serving, as_json=as_json)
     asyncio.run(server.run(address))
 
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """How many requests are answered at once and may wait, and how their tokens may be grouped."""
+    """What is opened, how many requests may wait for each, and how their tokens may be grouped."""
 
-    slots: int | None
+    replicas: Sequence[Planned]
     limits: Limits
     invariance: BatchInvariance
-    deployment: Deployment | None = None
 
 
 class _Server:
@@ -131,17 +126,13 @@ class _Server:
     def __init__(
         self,
         terminal: Terminal,
-        path: Path,
         names: ModelNames,
-        options: BackboneOptions,
         service: _Service,
         serving: ServingOptions,
         *,
         as_json: bool,
     ) -> None:
         self._terminal = terminal
-        self._path = path
-        self._options = options
         self._service = service
         self._serving = serving
         self._as_json = as_json
@@ -156,22 +147,26 @@ class _Server:
         # Bound before the model is loaded: a port in use is known at once, and clients are told to wait.
         async with listening(self._endpoint, address, self._serving.tls) as bound:
             with ExitStack() as workers:
-                backbone = await self._load(workers)
-                found = self._service.invariance
-                invariance = known_invariance(backbone.model.architecture, one=found.one, several=found.several)
-                observer = StepObserver(self._endpoint.metrics)
-                gateway = backbone.gateway(invariance=invariance, limits=self._service.limits, observer=observer)
+                opened = await self._load(workers)
+                gateway = opened.make_door(self._gateway)
                 try:
-                    await asyncio.to_thread(self._open, backbone, gateway, bound)
+                    await asyncio.to_thread(self._open, opened, gateway, bound)
                     await self._stop.wait()
                 finally:
                     self._endpoint.served = None
                     self._endpoint.problem = "the server is shutting down"
-                    await asyncio.to_thread(backbone.close, gateway)
+                    await asyncio.to_thread(opened.close)
 
-    async def _load(self, workers: ExitStack) -> Backbone | RingBackbone:
+    def _gateway(self, backbone: Backbone | RingBackbone) -> Gateway:
+        found = self._service.invariance
+        invariance = known_invariance(backbone.model.architecture, one=found.one, several=found.several)
+        observer = StepObserver(self._endpoint.metrics)
+        return backbone.gateway(invariance=invariance, limits=self._service.limits, observer=observer)
+
+    async def _load(self, workers: ExitStack) -> OpenReplicas:
         """Start the workers and load the model; a signal ends the process at once."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._start_and_open, workers))
+        load = asyncio.to_thread(OpenReplicas.open, self._terminal, self._service.replicas, workers)
+        loading = asyncio.ensure_future(load)
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -182,29 +177,24 @@ class _Server:
         stopping.cancel()
         return loading.result()
 
-    def _start_and_open(self, workers: ExitStack) -> Backbone | RingBackbone:
-        deployment = self._service.deployment
-        if deployment is not None and deployment.stages:
-            return open_stages(self._terminal, self._path, deployment, self._options)
-        addresses = start_workers(self._terminal, workers, self._path, self._options)
-        return open_model(self._terminal, self._path, addresses, self._options, slots=self._service.slots)
-
-    def _open(self, backbone: Backbone | RingBackbone, gateway: Gateway, bound: HostPort) -> None:
+    def _open(self, opened: OpenReplicas, gateway: Gateway | Replicas, bound: HostPort) -> None:
         """Begin to answer, and say so."""
-        template = self._options.template(backbone.model)
+        backbone, first = opened.first
+        template = self._service.replicas[0].options.template(backbone.model)
         if isinstance(template, ChatTemplateError):
             self._terminal.error(f"warning: {template}")
             self._terminal.error(f"hint: {template.hint}")
-        measurements = backbone.measure()
+        measurements = [figures for one in opened.backbones for figures in one.measure()]
         gateway.start()
         report = FleetReport(
             model=self._endpoint.names.name,
             contract=backbone.contract.value,
             engine=backbone.identity.build,
             state=gateway.state,
-            statistics=backbone.statistics,
+            statistics=opened.statistics,
             now=time.monotonic,
             wall=time.time,
+            copes=gateway.is_usable if isinstance(gateway, Replicas) else None,
         )
         self._endpoint.served = ServedModel.of(
             gateway,
@@ -213,7 +203,7 @@ class _Server:
             report,
             backbone.identity.build,
             self._serving.slot_folder,
-            _embedder(backbone, gateway),
+            _embedder(backbone, first),
         )
         self._say_ready(report, measurements, bound, gateway.n_ctx)
 
@@ -242,8 +232,8 @@ class _Server:
                         "" if figures is None else f"{figures.round_trip_ms:.2f} ms",
                     )
                 )
-            deployment = self._service.deployment
-            title = "stages" if deployment is not None and deployment.stages else "workers"
+            deployments = [one.deployment for one in self._service.replicas]
+            title = "stages" if any(found is not None and found.stages for found in deployments) else "workers"
             self._terminal.table(title, COLUMNS, rows)
         else:
             self._terminal.print("no workers: this process computes the experts itself")

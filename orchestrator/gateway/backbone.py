@@ -85,6 +85,10 @@ class Backbone:
         """What to ask for the workers' counters, None where there are none."""
         return None if self.dispatcher is None else self.dispatcher.statistics
 
+    def is_usable(self) -> bool:
+        """Tell whether all workers are there; any thread may call this."""
+        return self.dispatcher is None or all(worker.connected for worker in self.dispatcher.statistics().workers)
+
     def measure(self) -> Sequence[Measurement]:
         """Ask each worker how long an expert and a round trip take."""
         return () if self.dispatcher is None else self.dispatcher.measure()

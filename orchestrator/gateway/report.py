@@ -17,6 +17,7 @@ class FleetReport:
 
     ``state`` and ``statistics`` are asked at every look and may be called by any thread; ``statistics`` is None
     where the experts are computed in this process. ``now`` is a clock in seconds, ``wall`` Unix time in seconds.
+    ``copes`` tells whether requests are answered in spite of lost workers, None: they are not.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class FleetReport:
         statistics: Callable[[], DispatchStatistics] | None,
         now: Callable[[], float],
         wall: Callable[[], float],
+        copes: Callable[[], bool] | None = None,
     ) -> None:
         self._model = model
         self._contract = contract
@@ -37,6 +39,7 @@ class FleetReport:
         self._statistics = statistics
         self._now = now
         self._wall = wall
+        self._copes = copes
         self._started = now()
         self._lock = threading.Lock()
         self._tokens = TotalSeries()
@@ -74,6 +77,8 @@ class FleetReport:
 
     def problem(self) -> str:
         """Return why a request would probably fail now; empty when all is well."""
+        if self._copes is not None and self._copes():
+            return ""
         lost = [worker for worker in self.snapshot().workers if worker.state is not WorkerState.UP]
         return "; ".join(f"worker {w.name or w.address} is {w.state.value}: {w.problem or 'no answer'}" for w in lost)
 

@@ -205,6 +205,10 @@ class RingBackbone:
         steps = max((stage.steps for stage in stages), default=0)
         return DispatchStatistics(workers, steps, steps, ())
 
+    def is_usable(self) -> bool:
+        """Tell whether the ring is whole; any thread may call this."""
+        return self.ring.broken is None
+
     def measure(self) -> Sequence[Measurement]:
         """Return nothing: stages are timed by the steps that pass them."""
         return ()
