@@ -6,6 +6,7 @@ the text, so tests against this twin notice them.
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -121,7 +122,7 @@ class FakeSession:
 
     def logits(self) -> np.ndarray:
         key = zlib.crc32(np.array(self.held, dtype=np.int32).tobytes())
-        logits = np.random.Generator(np.random.Philox(key=key)).normal(size=N_VOCAB).astype(np.float32)
+        logits = _noise(key).copy()
         wanted = self._script(self.held)
         if wanted is not None:
             logits[wanted] += 50
@@ -138,6 +139,11 @@ class FakeSession:
 
     def close(self) -> None:
         pass
+
+
+@functools.lru_cache(8192)
+def _noise(key: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(key=key)).normal(size=N_VOCAB).astype(np.float32)
 
 
 class FailOnce:

@@ -31,8 +31,9 @@ from orchestrator.gateway import sessions
 from orchestrator.gateway.backend import Backend
 from orchestrator.gateway.generation import Generation
 from orchestrator.gateway.prefix import Placement
-from orchestrator.gateway.scheduler import Job, Limits, Scheduler, Terms, split_rows
+from orchestrator.gateway.scheduler import Job, Limits, Scheduler, Segment, Terms, split_rows
 from orchestrator.gateway.sequence import Failed, Finished, FinishReason, GenerationRequest, Sequence, Vocabulary
+from orchestrator.gateway.speculation import Speculation
 from orchestrator.gateway.state import (
     GatewayState,
     Observer,
@@ -65,7 +66,7 @@ class Gateway:
     ``reuse_prefix``: do not compute again what a prompt has in common with what the caches hold; leave it off where
     a token's logits depend on how tokens were grouped. ``limits`` bounds the queue, and the memory of what was saved
     when slots were given to others. ``identity`` names model and engine: a state on disk is restored only where it is
-    the same. ``now`` is a clock in seconds.
+    the same. ``speculation`` guesses tokens, for a backend that can check them. ``now`` is a clock in seconds.
 
     Use it as a context manager, or call :meth:`start` and :meth:`close`; :meth:`step` may also be called by hand.
     """
@@ -79,6 +80,7 @@ class Gateway:
         limits: Limits = DEFAULT_LIMITS,
         identity: str = "",
         observer: Observer | None = None,
+        speculation: Speculation | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.n_ctx = backend.facts.n_ctx
@@ -89,6 +91,7 @@ class Gateway:
         self._backend = backend
         self._scheduler: Scheduler[Generation] = Scheduler(backend.facts, limits, reuse=reuse_prefix)
         self._observer = observer
+        self._speculation = speculation
         self._now = now
         self._wake = threading.Condition(threading.RLock())  # guards the scheduler and the totals
         self._calls: deque[Callable[[], None]] = deque()  # what other threads want done in this one
@@ -98,17 +101,15 @@ class Gateway:
 
     # --- from any thread ---------------------------------------------------------------------------------------
 
-    def submit(
-        self, request: GenerationRequest, terms: Terms = DEFAULT_TERMS, generation: Generation | None = None
-    ) -> Generation:
-        """Queue a request and return its generation at once: the one given, which was made for it, or a new one.
+    def submit(self, request: GenerationRequest, terms: Terms = DEFAULT_TERMS) -> Generation:
+        """Queue a request and return its generation at once.
 
         Raises :class:`ContextLengthError` for a prompt longer than the context, :class:`RequestError` for one that
         cannot be decoded and while closing (503), :class:`BusyError` (429) where too many requests wait.
         """
         self._check(request)
         answer = Sequence(request, self._vocabulary, self.n_ctx)
-        generation = generation or Generation(request, self._now())
+        generation = Generation(request, self._now())
         with self._wake:
             if self._closing:
                 raise _closing_error()
@@ -139,6 +140,11 @@ class Gateway:
         """Return how many requests are live or waiting, and how many slots there are."""
         with self._wake:
             return len(self._scheduler.live) + len(self._scheduler.waiting), self._backend.facts.n_sequences
+
+    @property
+    def is_up(self) -> bool:
+        """Tell whether the last request that ended did not fail."""
+        return not self._totals.problem
 
     def save_slot(self, slot: int, path: Path) -> sessions.SessionFile:
         """Write what an idle slot holds to a file; raises :class:`RequestError` where that is not possible."""
@@ -267,6 +273,8 @@ class Gateway:
                 if step is None:
                     return
                 jobs = self._scheduler.jobs_in(step)
+            if self._speculation is not None:
+                step = self._speculation.extend(step, jobs)
             begun = self._now()
             try:
                 ticket = self._backend.submit(step.batch(), partial(self._is_wanted, jobs))
@@ -288,8 +296,11 @@ class Gateway:
             return True
         now = self._now()
         with self._wake:
-            step, jobs = self._scheduler.landed(result.ticket, now, None if result.error is None else result.resume)
+            landing = self._scheduler.landed(result.ticket, now, None if result.error is None else result.resume)
+        step, jobs = landing.step, landing.jobs
         if result.error is not None:
+            if self._speculation is not None:
+                self._speculation.dropped(step)
             # A step that was dropped is no fault of those who still want it: their tokens are sent again.
             if not isinstance(result.error, StepDroppedError):
                 for job in jobs:
@@ -297,32 +308,57 @@ class Gateway:
             return True
         self._note_step(step.rows, len(jobs))
         for (segment, rows), job in zip(split_rows(step), jobs, strict=True):
-            prompt = min(segment.start + len(segment.tokens), len(job.answer.request.prompt)) - segment.start
+            prompt = min(segment.start + segment.sure, len(job.answer.request.prompt)) - segment.start
             self._totals.prompt_tokens += max(0, prompt)
-            if segment.outputs and not job.ended and result.logits is not None:
-                self._sample(job, result.logits[rows][-1])
+            if segment.outputs and result.logits is not None:
+                self._follow(job, segment, result.logits[rows])
+        if self._speculation is not None:
+            self._speculation.learn(step, jobs, landing.seconds)
         return True
 
-    def _sample(self, job: _Job, logits: FloatArray) -> None:
-        """Choose the next token, deliver its text, and end the request if it was the last one."""
+    def _follow(self, job: _Job, segment: Segment, logits: FloatArray) -> None:
+        """Choose tokens as long as the logits [1 + guesses, n_vocab] are of use; cut wrong guesses off the cache."""
+        right = 0
+        self._totals.turns += not job.ended
+        for row, guess in zip(logits, (*segment.draft, None), strict=True):
+            if job.ended or not self._sample(job, row, guess):
+                break
+            right += 1
+        self._totals.drafted += segment.drafts
+        self._totals.accepted += right
+        if right < segment.drafts:
+            try:
+                self._backend.apply(Remove(segment.slot, segment.start + segment.sure + right))
+            except LinkcppError as error:
+                self._fail(job, error)
+
+    def _sample(self, job: _Job, logits: FloatArray, guess: int | None) -> bool:
+        """Choose the next token, deliver its text, and end the request if it was the last one.
+
+        Return whether it is the guessed one, so that the logits behind it are those of this answer.
+        """
         try:
             with self._wake:
                 delta = job.answer.accept(logits)
                 self._totals.generated_tokens += 1
                 if job.first_token is None:
                     job.first_token = self._now()
+                is_guessed = job.answer.tokens[-1] == guess
+                if is_guessed:
+                    self._scheduler.confirm(job)
         except LinkcppError as error:
             self._fail(job, error)
-            return
+            return False
         # A defect of ours must not end the loop: the other requests are not at fault.
         except Exception as error:
             logger.exception("request %s met a defect", job.answer.request.identifier)
             self._fail(job, EngineError(f"the gateway failed unexpectedly: {type(error).__name__}: {error}"))
-            return
+            return False
         if delta.text or delta.tokens:
             job.owner.deliver(delta)
         if job.answer.finish_reason is not None:
             self._finish(job, job.answer.finish_reason)
+        return is_guessed
 
     # --- caches ------------------------------------------------------------------------------------------------
 
@@ -390,8 +426,7 @@ class Gateway:
         """End everything that is under way: the backend is lost, and with it its caches."""
         with self._wake:
             for ticket in self._scheduler.tickets:
-                _, jobs = self._scheduler.landed(ticket, self._now(), {})
-                for job in jobs:
+                for job in self._scheduler.landed(ticket, self._now(), {}).jobs:
                     self._fail(job, error)
             self._scheduler.forget_caches()
 

@@ -54,12 +54,26 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens to append to one slot's sequence; the logits of the last ``outputs`` of them are wanted."""
+    """Tokens to append to one slot's sequence; the logits of the last ``outputs`` of them are wanted.
+
+    The last ``drafts`` of them are guesses: what follows the newest token of an answer if they turn out right.
+    """
 
     slot: int
     start: int
     tokens: tuple[int, ...]
     outputs: int
+    drafts: int = 0
+
+    @property
+    def sure(self) -> int:
+        """Number of tokens that are no guesses."""
+        return len(self.tokens) - self.drafts
+
+    @property
+    def draft(self) -> tuple[int, ...]:
+        """The guesses."""
+        return self.tokens[self.sure :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,8 @@ class Job(Generic[Owner]):
         self.flying = 0  # steps under way that carry tokens of it
         self.served = 0  # number of the last step that did
         self.partition: list[int] = []  # lengths of the segments that made the cache
+        self.drafted = 0  # guesses that were computed, and those of them that came true
+        self.accepted = 0
         self.stalled = False  # a step came to nothing, and others that rely on it have not ended
         self.ended = False
 
@@ -127,6 +143,15 @@ class _Slot(Generic[Owner]):
         if self.job is None:
             return Holding(self.tokens, True, self.used_at)
         return Holding(self.job.answer.tokens[: self.job.sent], False, self.used_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing(Generic[Owner]):
+    """A step that has ended, with its requests; ``seconds`` is its own time, without the wait for the one before."""
+
+    step: Step
+    jobs: tuple[Job[Owner], ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,24 +288,24 @@ class Scheduler(Generic[Owner]):
         """Note that a step is under way."""
         number = self._tick()
         for segment, job in zip(step.segments, jobs, strict=True):
-            job.sent += len(segment.tokens)
+            job.sent += segment.sure
+            job.drafted += segment.drafts
             job.flying += 1
             job.served = number
         self._flights[ticket] = _Flight(step, jobs, now)
 
-    def landed(
-        self, ticket: int, now: float, resume: Mapping[int, int] | None = None
-    ) -> tuple[Step, tuple[Job[Owner], ...]]:
+    def landed(self, ticket: int, now: float, resume: Mapping[int, int] | None = None) -> Landing[Owner]:
         """Note the end of a step and return it with its requests.
 
-        ``resume`` is None for a good end, else the positions up to which the caches of the slots are good.
+        ``resume`` is None for a good end, else the positions up to which the caches of the slots are good. Guesses
+        count for nothing until they are confirmed.
         """
         flight = self._flights.pop(ticket)
         for segment, job in zip(flight.step.segments, flight.jobs, strict=True):
             job.flying -= 1
             if resume is None:
-                job.answer.decoded = max(job.answer.decoded, segment.start + len(segment.tokens))
-                job.partition.append(len(segment.tokens))
+                job.answer.decoded = max(job.answer.decoded, segment.start + segment.sure)
+                job.partition.append(segment.sure)
             else:
                 good = min(resume.get(segment.slot, segment.start), job.sent)
                 job.sent = good
@@ -289,11 +314,19 @@ class Scheduler(Generic[Owner]):
             job.stalled = job.flying > 0 and (job.stalled or resume is not None)
             if job.ended and not job.flying:
                 self._vacate(job)
+        # With several under way a step waits behind the one before: its own time begins when that one ends.
+        seconds = max(0.0, now - max(flight.begun, self._landed_at))
         if resume is None:
-            # With several under way a step waits behind the one before: its own time begins when that one ends.
-            self.cost.observe(flight.step.rows, max(0.0, now - max(flight.begun, self._landed_at)))
+            self.cost.observe(flight.step.rows, seconds)
         self._landed_at = now
-        return flight.step, flight.jobs
+        return Landing(flight.step, flight.jobs, seconds)
+
+    def confirm(self, job: Job[Owner]) -> None:
+        """Note that the token just chosen is the one that was guessed, so that the cache holds it already."""
+        job.sent += 1
+        job.answer.decoded += 1
+        job.accepted += 1
+        job.partition[-1] += 1
 
     def _prompt_rows(self) -> int:
         """Return how many rows of prompts a step may hold.

@@ -38,7 +38,8 @@ class GatewayState:
     """What a gateway did and does; the totals count since its start.
 
     ``running`` is the request that has been live for the longest. The mean step has ``rows / steps`` tokens of
-    ``sequences / steps`` requests.
+    ``sequences / steps`` requests. ``drafted`` tokens were guessed and computed, ``accepted`` of them were right; an
+    answer got ``generated_tokens / turns`` tokens of a step.
     """
 
     running: RunningRequest | None
@@ -54,6 +55,9 @@ class GatewayState:
     steps: int = 0
     rows: int = 0
     sequences: int = 0
+    turns: int = 0
+    drafted: int = 0
+    accepted: int = 0
     saved: int = 0  # beginnings kept outside the slots, and their bytes
     saved_bytes: int = 0
 
@@ -89,6 +93,9 @@ class Totals:
     steps: int = 0
     rows: int = 0
     sequences: int = 0
+    turns: int = 0
+    drafted: int = 0
+    accepted: int = 0
     problem: str = ""
 
 

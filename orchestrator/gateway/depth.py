@@ -1,0 +1,172 @@
+"""How many tokens it pays to guess: measured rates of right guesses against measured times of steps. PURE.
+
+A step with guesses takes longer, and gives a token more for each guess that is right. With r the rate of right
+guesses an answer gets ``1 + r + r^2 + ... + r^k`` tokens of a step with k guesses (Leviathan et al. 2023, equation
+1); what the step takes is known from the steps that were made. The depth is the one that gives the most tokens per
+second to all answers together, and 0 where none gives more than single steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_REMEMBERED: Final = 15
+"""Times of each size of which the median counts: one that another program disturbed does not."""
+
+_MEMORY: Final = 0.95
+"""What a guess counts for one guess later: about 20 of them matter."""
+
+_PRIOR_WEIGHT: Final = 4.0
+"""So many guesses is it worth what is known of other answers."""
+
+MARGIN: Final = 1.03
+"""How much better than single steps a depth must look, because all of it is estimated."""
+
+
+def micro_batches(lengths: Mapping[int, int], n_chunk: int) -> list[int]:
+    """Return the rows of the micro-batches into which the engine cuts segments (slot -> tokens).
+
+    It takes equally many tokens of neighbouring sequences at a time (``llama_batch_allocr::split_equal``): segments
+    of different lengths cost a graph for each length, and in a star its round trips.
+    """
+    left = dict(sorted(lengths.items()))
+    rows = []
+    while left:
+        first = next(iter(left))
+        run = [slot for index, slot in enumerate(left) if slot == first + index][:n_chunk]
+        count = min(n_chunk // len(run), *(left[slot] for slot in run))
+        rows.append(count * len(run))
+        for slot in run:
+            left[slot] -= count
+            if not left[slot]:
+                del left[slot]
+    return rows
+
+
+class StepTimes:
+    """What micro-batches of each size took lately, in seconds."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}
+        self._median: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+        self._count = 0
+
+    def observe(self, rows: Sequence[int], seconds: float) -> None:
+        """Note a step of these micro-batches; those of different sizes cannot be told apart and are left out."""
+        self._count += 1
+        if len(set(rows)) != 1:
+            return
+        recent = self._recent.setdefault(rows[0], deque(maxlen=_REMEMBERED))
+        recent.append(seconds / len(rows))
+        self._median[rows[0]] = statistics.median(recent)
+        self._seen[rows[0]] = self._count
+
+    def age(self, rows: int) -> int | None:
+        """Return how many steps ago one of this size was seen, None: never."""
+        seen = self._seen.get(rows)
+        return None if seen is None else self._count - seen
+
+    def seconds(self, rows: Iterable[int]) -> float | None:
+        """Return what a step of these micro-batches probably takes, None before any was seen."""
+        if not self._median:
+            return None
+        return sum(self._one(count) for count in rows)
+
+    def _one(self, rows: int) -> float:
+        known = self._median
+        if rows in known:
+            return known[rows]
+        below = max((count for count in known if count < rows), default=None)
+        above = min((count for count in known if count > rows), default=None)
+        if below is None or above is None:  # no guess beyond what was seen: a trial will tell
+            return known[above if below is None else below]  # type: ignore[index]
+        share = (rows - below) / (above - below)
+        return known[below] + share * (known[above] - known[below])
+
+
+class Rates:
+    """How often guesses turn out right, by kind: what the drafter says about how sure it is."""
+
+    def __init__(self, prior: float | Rates) -> None:
+        self._prior = prior
+        self._right: dict[int, float] = {}
+        self._made: dict[int, float] = {}
+
+    def observe(self, kind: int, *, right: bool) -> None:
+        """Note one guess whose token is known now."""
+        self._right[kind] = _MEMORY * self._right.get(kind, 0.0) + right
+        self._made[kind] = _MEMORY * self._made.get(kind, 0.0) + 1.0
+        if isinstance(self._prior, Rates):
+            self._prior.observe(kind, right=right)
+
+    def rate(self, kind: int) -> float:
+        """Return the probability that the next guess of a kind is right."""
+        prior = self._prior.rate(kind) if isinstance(self._prior, Rates) else self._prior
+        made = self._made.get(kind, 0.0)
+        return (self._right.get(kind, 0.0) + _PRIOR_WEIGHT * prior) / (made + _PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An answer that may get guesses: its slot, at most how many, their rate, and what it takes to begin.
+
+    ``debt`` is in seconds per step: what the drafter must do beforehand, spread over the steps that it serves for.
+    """
+
+    slot: int
+    most: int
+    rate: float
+    debt: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A depth and the slots that get it; ``gain`` is in tokens per second, those of single steps being 1."""
+
+    depth: int
+    slots: tuple[int, ...]
+    gain: float
+    loss: float  # seconds that it takes longer than single steps would for its tokens, if that is how it is
+
+
+def best_choice(
+    candidates: Sequence[Candidate],
+    lengths: Mapping[int, int],
+    times: StepTimes,
+    *,
+    n_chunk: int,
+    streams: int,
+    draft_seconds: float = 0.0,
+) -> Choice | None:
+    """Return the best depth above 0 for a step of segments (slot -> tokens), None where there is none to have.
+
+    ``streams`` answers get a token of the step in any case. Those with the best rates come first; all get the same
+    depth, because every other length costs a micro-batch. A guess for each of them takes ``draft_seconds``.
+    """
+    single = times.seconds(micro_batches(lengths, n_chunk))
+    free = n_chunk - sum(lengths.values())
+    if single is None or not candidates or free < 1:
+        return None
+    ranked = sorted(candidates, key=lambda one: (-one.rate, one.slot))
+    best: Choice | None = None
+    for depth in range(1, min(free, max(one.most for one in ranked)) + 1):
+        chosen = dict(lengths)
+        slots: list[int] = []
+        expected, debt = float(streams), 0.0
+        for one in ranked:
+            if one.most < depth or (len(slots) + 1) * depth > free:
+                continue
+            chosen[one.slot] += depth
+            slots.append(one.slot)
+            expected += sum(one.rate**power for power in range(1, depth + 1))
+            debt += one.debt
+            seconds = (times.seconds(micro_batches(chosen, n_chunk)) or 0.0) + depth * draft_seconds + debt
+            gain = (expected / seconds) / (streams / single) if seconds and single else 1.0
+            if best is None or gain > best.gain:
+                best = Choice(depth, tuple(slots), gain, seconds - single * expected / streams)
+    return best

@@ -1,0 +1,231 @@
+"""Guess the next tokens and let the model check several at once: more than one token of a step. PURE.
+
+*Exactness.* A step computes an answer's newest token and behind it the guesses; its logits say what follows each of
+them. Tokens are then chosen from these logits one by one, by the request's own sampler with all that belongs to it
+(penalties, bias, grammar, seed), as without guesses; once the chosen token is not the guessed one, the rest of the
+logits is of no use, and the cache forgets the rest of the guesses. So every token is chosen from the logits and with
+the random number that it would be chosen with anyway: the answer is the same, token by token, greedy and sampled.
+
+For guesses that are certain of themselves (one token and no distribution, as all drafters here make them) this *is*
+speculative sampling (Leviathan et al. 2023, Chen et al. 2023): a guess x is accepted with probability p(x), and what
+replaces a refused one comes from p without x, normalised. It takes logits that do not depend on how tokens are
+grouped into steps, and caches that can forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from orchestrator.gateway.backend import BackendFacts, Invariance
+from orchestrator.gateway.depth import MARGIN, Candidate, Choice, Rates, StepTimes, best_choice, micro_batches
+from orchestrator.gateway.scheduler import Job, Segment, Step
+
+DEFAULT_DEPTH: Final = 8
+"""Guesses for an answer in one step at most."""
+
+TRIAL_SHARE: Final = 0.005
+"""The part of the time that trials may cost where guessing does not seem to pay."""
+
+STALE_STEPS: Final = 64
+"""After so many steps a single step is made and timed again: what it takes is what guesses are measured by."""
+
+_LAST_STEPS: Final = 64
+"""Over how many steps a drafter's preparations are spread at most: nobody knows how long an answer gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A text (prompt and answer so far) of a slot, and how many tokens that follow it are to be guessed.
+
+    ``left`` is how many tokens the answer may still get.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    count: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guessed tokens; drafts of one ``kind`` are equally sure, whatever its number."""
+
+    tokens: tuple[int, ...]
+    kind: int = 0
+
+
+class Drafter(Protocol):
+    """Whoever guesses, for the texts of a gateway's slots.
+
+    ``is_free``: guessing takes no time worth mentioning, so that guesses are made and compared even where none are
+    computed. ``prior`` is the rate of right guesses to begin with.
+    """
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether a guess costs nothing."""
+
+    @property
+    def prior(self) -> float:
+        """The rate of right guesses before any was made."""
+
+    def begin(self, slot: int) -> None:
+        """Note that a slot has another text from now on."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> Mapping[int, Draft]:
+        """Return guesses by slot, at most as many as wanted; a slot without a guess is left out."""
+
+    def seconds(self, slots: int) -> float:
+        """Return what one more guess for so many slots at once takes."""
+
+    def debt(self, slot: int, tokens: Sequence[int]) -> float:
+        """Return the seconds that pass before the first guess for a text, beyond what each guess takes."""
+
+
+def why_not(facts: BackendFacts) -> str:
+    """Return why a backend cannot check guesses, in words; empty where it can."""
+    if not facts.cuttable:
+        return "this model keeps recurrent state, which cannot forget a wrong guess"
+    if facts.invariance is Invariance.NONE:
+        return "this model's logits depend on how tokens are grouped into steps: guesses would change its answers"
+    return ""
+
+
+class Speculation:
+    """Adds guesses to the steps of one gateway.
+
+    ``depth`` is the most guesses for an answer in one step. With ``adaptive`` there are as many as pay, measured, and
+    none where none do; without it always as many as there are.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        facts: BackendFacts,
+        *,
+        depth: int = DEFAULT_DEPTH,
+        adaptive: bool = True,
+    ) -> None:
+        self.drafter = drafter
+        self.depth = depth
+        self.adaptive = adaptive
+        self.times = StepTimes()
+        self._facts = facts
+        self._all_rates = Rates(drafter.prior)
+        self._rates: dict[int, Rates] = {}  # by slot, of the request that has it
+        self._jobs: dict[int, object] = {}  # whose they are
+        self._drafts: dict[int, Draft] = {}  # made for steps under way, whether computed or not
+        self._budget = 0.0  # seconds that trials may cost
+
+    def extend(self, step: Step, jobs: Sequence[Job[Any]]) -> Step:
+        """Return a step with guesses behind the newest tokens of its answers, within a micro-batch's rows."""
+        wanted = []
+        for segment, job in zip(step.segments, jobs, strict=True):
+            left = self._left(segment, job)
+            if left > 1:  # the step itself gives one
+                if self._jobs.get(segment.slot) is not job:
+                    self._begin(segment.slot, job)
+                wanted.append(Wanted(segment.slot, job.answer.tokens, min(self.depth, left - 1), left))
+        if not wanted:
+            return step
+        drafts = self._adapted(step, wanted) if self.adaptive else self._as_many_as_fit(step, wanted)
+        if not any(drafts.values()):
+            return step
+        return Step(tuple(_with(segment, drafts.get(segment.slot, ())) for segment in step.segments))
+
+    def learn(self, step: Step, jobs: Sequence[Job[Any]], seconds: float) -> None:
+        """Compare the guesses with what was chosen, after a step that took so long and ended well."""
+        self._budget += TRIAL_SHARE * seconds
+        lengths = {segment.slot: len(segment.tokens) for segment in step.segments}
+        self.times.observe(micro_batches(lengths, self._facts.n_chunk), seconds)
+        for segment, job in zip(step.segments, jobs, strict=True):
+            draft = self._drafts.pop(segment.slot, None)
+            if draft is None:
+                continue
+            chosen = job.answer.tokens[segment.start + segment.sure :]
+            for guess, token in zip(draft.tokens, chosen, strict=False):
+                self._rates[segment.slot].observe(draft.kind, right=guess == token)
+                if guess != token:
+                    break
+
+    def dropped(self, step: Step) -> None:
+        """Forget the guesses of a step that came to nothing."""
+        for segment in step.segments:
+            self._drafts.pop(segment.slot, None)
+
+    def _begin(self, slot: int, job: object) -> None:
+        self._jobs[slot] = job
+        self._rates[slot] = Rates(self._all_rates)
+        self._drafts.pop(slot, None)
+        self.drafter.begin(slot)
+
+    def _left(self, segment: Segment, job: Job[Any]) -> int:
+        """Return how many tokens may follow a newest token, by context and wanted length; 0 for parts of prompts."""
+        if segment.outputs != 1 or len(segment.tokens) != 1:
+            return 0
+        room = self._facts.n_ctx - segment.start
+        most = job.answer.request.max_tokens
+        return room if most is None else min(room, most - job.answer.generated)
+
+    def _as_many_as_fit(self, step: Step, wanted: Sequence[Wanted]) -> dict[int, tuple[int, ...]]:
+        share = (self._facts.n_chunk - step.rows) // len(wanted)
+        if share < 1:
+            return {}
+        made = self._propose([replace(one, count=min(one.count, share)) for one in wanted])
+        return {slot: draft.tokens for slot, draft in made.items()}
+
+    def _adapted(self, step: Step, wanted: Sequence[Wanted]) -> dict[int, tuple[int, ...]]:
+        """Return the guesses that pay; those of a free drafter are remembered in any case, to learn from."""
+        if self.drafter.is_free:
+            made = self._propose(wanted)
+            candidates = [Candidate(slot, len(d.tokens), self._rates[slot].rate(d.kind)) for slot, d in made.items()]
+        else:
+            candidates = [self._costly(one) for one in wanted]
+        lengths = {segment.slot: len(segment.tokens) for segment in step.segments}
+        choice = best_choice(
+            candidates,
+            lengths,
+            self.times,
+            n_chunk=self._facts.n_chunk,
+            streams=sum(segment.outputs for segment in step.segments),
+            draft_seconds=self.drafter.seconds(len(wanted)),
+        )
+        if choice is None or not self._pays(choice, lengths):
+            return {}
+        chosen = [replace(one, count=choice.depth) for one in wanted if one.slot in choice.slots]
+        if not self.drafter.is_free:
+            made = self._propose(chosen)
+        return {one.slot: made[one.slot].tokens[: choice.depth] for one in chosen if one.slot in made}
+
+    def _costly(self, one: Wanted) -> Candidate:
+        debt = self.drafter.debt(one.slot, one.tokens) / min(one.left, _LAST_STEPS)
+        return Candidate(one.slot, one.count, self._rates[one.slot].rate(0), debt)
+
+    def _pays(self, choice: Choice, lengths: Mapping[int, int]) -> bool:
+        rows = micro_batches(lengths, self._facts.n_chunk)
+        if len(set(rows)) == 1:
+            age = self.times.age(rows[0])
+            if age is None or age > STALE_STEPS:
+                return False
+        if choice.gain >= MARGIN:
+            return True
+        if choice.loss > self._budget:
+            return False
+        self._budget = 0.0
+        return True
+
+    def _propose(self, wanted: Sequence[Wanted]) -> Mapping[int, Draft]:
+        made = self.drafter.propose(wanted)
+        self._drafts.update(made)
+        return made
+
+
+def _with(segment: Segment, guesses: tuple[int, ...]) -> Segment:
+    count = len(guesses)
+    return replace(segment, tokens=segment.tokens + guesses, outputs=segment.outputs + count, drafts=count)
