@@ -101,15 +101,17 @@ class Gateway:
 
     # --- from any thread ---------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, terms: Terms = DEFAULT_TERMS) -> Generation:
-        """Queue a request and return its generation at once.
+    def submit(
+        self, request: GenerationRequest, terms: Terms = DEFAULT_TERMS, generation: Generation | None = None
+    ) -> Generation:
+        """Queue a request and return its generation at once: the one given, which was made for it, or a new one.
 
         Raises :class:`ContextLengthError` for a prompt longer than the context, :class:`RequestError` for one that
         cannot be decoded and while closing (503), :class:`BusyError` (429) where too many requests wait.
         """
         self._check(request)
         answer = Sequence(request, self._vocabulary, self.n_ctx)
-        generation = Generation(request, self._now())
+        generation = generation or Generation(request, self._now())
         with self._wake:
             if self._closing:
                 raise _closing_error()
@@ -140,11 +142,6 @@ class Gateway:
         """Return how many requests are live or waiting, and how many slots there are."""
         with self._wake:
             return len(self._scheduler.live) + len(self._scheduler.waiting), self._backend.facts.n_sequences
-
-    @property
-    def is_up(self) -> bool:
-        """Tell whether the last request that ended did not fail."""
-        return not self._totals.problem
 
     def save_slot(self, slot: int, path: Path) -> sessions.SessionFile:
         """Write what an idle slot holds to a file; raises :class:`RequestError` where that is not possible."""
