@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -17,6 +18,7 @@ from serve_process import CHATML, add_template, get, post, run_linkcpp, running
 
 from orchestrator.api.access import Access
 from orchestrator.cli.access_options import ServingOptions
+from orchestrator.models.catalog import Catalog
 from orchestrator.workers.local import LocalWorkers
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -257,3 +259,30 @@ def test_keys_encryption_and_the_log_of_a_server(model, tmp_path):
 )
 def test_what_is_said_of_addresses_that_others_can_reach(keys, tls, warning):
     assert ServingOptions(Access(keys), tls, False, None, None).warn_of("x") == warning
+
+
+def test_a_model_comes_from_listed_to_serving(model, tmp_path, monkeypatch):
+    catalogue = tmp_path / "models.toml"
+    catalogue.write_text(
+        f'[models.tiny]\ntitle = "Tiny"\nlicense = "MIT"\nfile = "tiny.gguf"\nsize = {model.stat().st_size}\n'
+    )
+    monkeypatch.setenv("LINKCPP_MODELS", str(catalogue))
+    monkeypatch.setenv("LINKCPP_DATA", str(tmp_path / "data"))
+    file = tmp_path / "data" / "models" / "tiny.gguf"
+    file.parent.mkdir(parents=True)
+    shutil.copy(model, file)
+
+    def status():
+        return Catalog.load().standing("tiny").status
+
+    assert status() == "listed"
+    onboarded = run_linkcpp("onboard", "tiny", "--workers", "1", "--contract", "exact", "--steps", "2", "--json")
+    assert onboarded.returncode == 0, onboarded.stderr
+    assert status() == "onboarded"
+    with running("tiny") as server:
+        assert server.stop() == 0
+    assert status() == "onboarded", "nobody asked it anything"
+    with running("tiny") as server:
+        assert choice(server)["text"]
+        assert server.stop() == 0
+    assert status() == "serving"

@@ -11,6 +11,7 @@ from orchestrator.errors import ConfigError, InputError, ModelFileError
 from orchestrator.models import catalog as catalog_module
 from orchestrator.models.catalog import Catalog, resolve_model
 from orchestrator.models.catalog_rows import PackageSource, UpcycleSource
+from orchestrator.models.results import own_results_path, write_result
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -148,3 +149,25 @@ def test_names_and_paths_are_resolved(path, tmp_path, monkeypatch):
     (tmp_path / "here").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     assert resolve_model("here") == Path("here")
+
+
+def test_results_of_this_machine_count_and_the_later_one_holds(path):
+    catalog_module.record("made", {"passed": False, "created": "2026-01-02"})
+    own = own_results_path()
+    write_result(own, "gate", "made", {"passed": True, "created": "2026-01-03", "engine": "e"})
+    assert Catalog.load().standing("made").status == "onboarded"
+    write_result(own, "serving", "made", {"created": "2026-01-04", "engine": "e"})
+    standing = Catalog.load().standing("made")
+    assert (standing.status, standing.since) == ("serving", "2026-01-04")
+    assert Catalog.load(path).standing("made").status == "listed", "another catalogue has its own results only"
+    catalog_module.record("made", {"passed": False, "created": "2026-01-05"})
+    assert Catalog.load().standing("made").status == "listed"
+
+
+def test_damaged_results_of_this_machine_are_named(path):
+    own_results_path().parent.mkdir(parents=True, exist_ok=True)
+    own_results_path().write_text("[gate\n")
+    with pytest.raises(ConfigError, match=r"results\.toml"):
+        Catalog.load()
+    with pytest.raises(ConfigError, match=r"results\.toml"):
+        write_result(own_results_path(), "gate", "made", {})

@@ -12,7 +12,7 @@ from orchestrator.models.catalog import resolve_model
 from orchestrator.onboarding.architectures import SeriesOptions
 from orchestrator.onboarding.options import GateOptions, default_threads
 from orchestrator.onboarding.picture import cosine_picture
-from orchestrator.onboarding.records import catalogue_name, publish, save
+from orchestrator.onboarding.records import catalogue_name, known_name, publish, remember, save
 from orchestrator.onboarding.report import COLUMNS, failures, invariance_sentence, summary, verdict_rows
 from orchestrator.onboarding.run import GateReport, run_gate
 from orchestrator.types import Contract, parse_ranges
@@ -95,13 +95,16 @@ def command(
     )
     if to_catalogue and inject is not None:
         raise click.UsageError("--record and --inject: a run with an injected fault is no finding about the model")
-    name = catalogue_name(path) if to_catalogue else None  # before the long run: it may have no row
+    # Before the long run: it may have no row.
+    name = catalogue_name(path) if to_catalogue else known_name(path)
     with terminal.progress("gate") as progress:
         report = run_gate(path, options, progress=progress)
     if inject is None:
         stored = str(save(report.record))
         if name is not None:
-            stored += f" and {publish(name, report.record)}"
+            remember(name, report.record)
+            if to_catalogue:
+                stored += f" and {publish(name, report.record)}"
     else:
         stored = "not stored: one worker was made wrong"
     if as_json:

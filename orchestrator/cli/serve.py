@@ -23,7 +23,7 @@ from orchestrator.cli.access_options import ServingOptions, access_options
 from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import BackboneOptions, backbone_options
 from orchestrator.cli.replicas import OpenReplicas, Planned, plan_replicas
-from orchestrator.errors import ChatTemplateError
+from orchestrator.errors import ChatTemplateError, LinkcppError
 from orchestrator.gateway.backend import known_invariance
 from orchestrator.gateway.embedding import Embedder, pooling_of
 from orchestrator.gateway.gateway import MAX_WAITING
@@ -31,7 +31,7 @@ from orchestrator.gateway.replicas import Replicas
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Limits
 from orchestrator.onboarding.findings import BatchInvariance
-from orchestrator.onboarding.records import require
+from orchestrator.onboarding.records import known_name, remember_served, require
 from orchestrator.transport.base import HostPort, parse_address
 from orchestrator.types import format_ranges
 
@@ -103,7 +103,7 @@ def command(
     if not unverified:
         # The gate's verdict is about a file and a contract, and they are the same for all.
         found = require(planned[0].path, planned[0].options.contract).invariance
-    service = _Service(planned, Limits(queue, max(1, queue // 2), prefix_memory << 20), found)
+    service = _Service(planned, Limits(queue, max(1, queue // 2), prefix_memory << 20), found, not unverified)
     warning = None if address.is_loopback else serving.warn_of(address)
     if warning is not None:
         terminal.error(f"warning: {warning}")
@@ -113,11 +113,12 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """What is opened, how many requests may wait for each, and how their tokens may be grouped."""
+    """What is opened, how many requests may wait, how tokens may be grouped, and whether the gate says so."""
 
     replicas: Sequence[Planned]
     limits: Limits
     invariance: BatchInvariance
+    verified: bool
 
 
 class _Server:
@@ -155,7 +156,10 @@ class _Server:
                 finally:
                     self._endpoint.served = None
                     self._endpoint.problem = "the server is shutting down"
+                    finished = gateway.state().finished
                     await asyncio.to_thread(opened.close)
+                if finished and self._service.verified:
+                    await asyncio.to_thread(self._remember, opened.first[0])
 
     def _gateway(self, backbone: Backbone | RingBackbone) -> Gateway:
         found = self._service.invariance
@@ -206,6 +210,15 @@ class _Server:
             _embedder(backbone, first),
         )
         self._say_ready(report, measurements, bound, gateway.n_ctx)
+
+    def _remember(self, backbone: Backbone | RingBackbone) -> None:
+        """Note for `linkcpp models` that this model was served, if it is one of the catalogue."""
+        try:
+            name = known_name(self._service.replicas[0].path)
+            if name is not None:
+                remember_served(name, backbone.identity.build, backbone.contract)
+        except LinkcppError as error:
+            self._terminal.error(f"warning: {error}")
 
     def _say_ready(
         self, report: FleetReport, measurements: Sequence[Measurement], bound: HostPort, n_ctx: int

@@ -2,7 +2,7 @@
 
 Behind the rows stand results: ``[gate.NAME]`` of a model's real weights, ``[architecture.ARCHITECTURE]`` and
 ``[like.NAME]`` of synthetic models, ``[serving.NAME]`` of a gateway that served it. A model's status is computed
-from them and never written down.
+from them, those of this machine (:mod:`orchestrator.models.results`) included, and never written down.
 
 The file is ``$LINKCPP_MODELS`` where that is set, else the one beside this module: in a checkout a link to the
 repository's, in an installed package a copy of it.
@@ -10,7 +10,6 @@ repository's, in an installed package a copy of it.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 from collections.abc import Mapping
@@ -19,21 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import tomlkit
-from tomlkit.items import Table
-
 from orchestrator.config import load_toml, setting
 from orchestrator.errors import ConfigError, InputError, ModelFileError
 from orchestrator.models.catalog_rows import HubSource, ModelRow, UpcycleSource, read_row
 from orchestrator.models.locations import HubLocation, Location, parse_location
-
-SECTIONS: Final = ("gate", "architecture", "like", "serving")
-"""Tables of results, by name."""
+from orchestrator.models.results import Result, Results, later, read_own_results, results_in, write_result
 
 STATUSES: Final = ("listed", "architecture passes", "onboarded", "serving")
 """What can be said about a model, each including the ones before."""
 
-_NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
+_NOTHING: Final[Result] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +46,23 @@ class Catalog:
 
     path: Path
     rows: Mapping[str, ModelRow]
-    results: Mapping[str, Mapping[str, Mapping[str, object]]]  # section -> name -> result
+    results: Results
 
     @classmethod
     def load(cls, path: Path | None = None) -> Catalog:
-        """Read the catalogue; raise :class:`ConfigError` naming the row and key that is wrong."""
-        path = catalog_path() if path is None else path
+        """Read the catalogue, the default one with the results of this machine.
+
+        Raises :class:`ConfigError` naming the row and key that is wrong.
+        """
+        is_default = path is None
+        path = path or catalog_path()
         document = load_toml(path)
         models = document.get("models", {})
         if not isinstance(models, Mapping):
             raise ConfigError(f"{path}: [models] is no table")
-        results = {section: _results(path, section, document.get(section, {})) for section in SECTIONS}
+        results = results_in(path, document)
+        if is_default:
+            results = later(results, read_own_results())
         rows = {
             str(name): read_row(path, str(name), table, results["gate"].get(str(name), _NOTHING))
             for name, table in models.items()
@@ -70,7 +70,7 @@ class Catalog:
         for row in rows.values():
             if isinstance(row.source, UpcycleSource) and row.source.base not in rows:
                 raise ConfigError(f"{path}: {row.name} is made from {row.source.base!r}, which has no row")
-        return cls(path, MappingProxyType(rows), MappingProxyType(results))
+        return cls(path, MappingProxyType(rows), results)
 
     def row(self, name: str) -> ModelRow:
         """Return a row; raise :class:`InputError` with the nearest names otherwise."""
@@ -102,39 +102,17 @@ class Catalog:
             standing = _standing(standing.status, gate, "its real weights failed the gate")
         return standing
 
-    def _result(self, section: str, name: str) -> Mapping[str, object]:
+    def _result(self, section: str, name: str) -> Result:
         return self.results[section].get(name, _NOTHING)
 
-    def record(self, name: str, result: Mapping[str, object], *, section: str = "gate") -> Path:
-        """Write a result as ``[SECTION.NAME]``, keeping comments and order; return the file.
+    def record(self, name: str, result: Result, *, section: str = "gate") -> Path:
+        """Write a result behind the rows, see :func:`write_result`; return the file.
 
-        ``result`` holds strings, numbers, truth values, lists and mappings of them; ``None`` is left out. What
-        :meth:`standing` reads of it are ``passed``, ``created`` (a date) and ``engine``. Results stand behind all
-        rows: a table put between them would part the next row from the comment above it.
+        What :meth:`standing` reads of it are ``passed``, ``created`` (a date) and ``engine``.
         """
-        if section not in SECTIONS:
-            raise InputError(f"there are no results of the kind {section!r}")
-        if section != "architecture":
+        if section in ("gate", "like", "serving"):
             self.row(name)
-        path = self.path.resolve()  # a checkout's copy is a link: replace the file and not the link
-        try:
-            document = tomlkit.parse(path.read_text(encoding="utf-8"))
-            if section not in document:
-                document.append(section, tomlkit.table(is_super_table=True))
-            table = document[section]
-            if not isinstance(table, Table):
-                raise ConfigError(f"{path}: [{section}] is no table")
-            table[name] = _toml(result)
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                partial.write_text(tomlkit.dumps(document), encoding="utf-8")
-                os.replace(partial, path)
-            finally:
-                with contextlib.suppress(OSError):
-                    partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-        return path
+        return write_result(self.path, section, name, result)
 
 
 def catalog_path() -> Path:
@@ -143,7 +121,7 @@ def catalog_path() -> Path:
     return Path(asked) if asked else Path(__file__).with_name("models.toml")
 
 
-def record(name: str, result: Mapping[str, object], *, section: str = "gate") -> Path:
+def record(name: str, result: Result, *, section: str = "gate") -> Path:
     """Record a result in the default catalogue; see :meth:`Catalog.record`."""
     return Catalog.load().record(name, result, section=section)
 
@@ -187,19 +165,5 @@ def resolve_model(name_or_path: str | Path) -> Path:
     return row.path
 
 
-def _results(path: Path, section: str, value: object) -> Mapping[str, Mapping[str, object]]:
-    if not isinstance(value, Mapping) or not all(isinstance(entry, Mapping) for entry in value.values()):
-        raise ConfigError(f"{path}: [{section}] is no table of tables")
-    return MappingProxyType({str(name): entry for name, entry in value.items()})
-
-
-def _standing(status: str, result: Mapping[str, object], note: str) -> Standing:
+def _standing(status: str, result: Result, note: str) -> Standing:
     return Standing(status, str(result.get("created", "")), str(result.get("engine", "")), note)
-
-
-def _toml(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): _toml(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_toml(item) for item in value]
-    return value

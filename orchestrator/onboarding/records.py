@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+from datetime import datetime, timezone
 from pathlib import Path
 
 from orchestrator.config import data_dir
@@ -19,6 +20,7 @@ from orchestrator.errors import ConfigError, GateError, InputError
 from orchestrator.models.catalog import Catalog
 from orchestrator.models.catalog import record as record_in_catalogue
 from orchestrator.models.hashing import model_sha256
+from orchestrator.models.results import own_results_path, write_result
 from orchestrator.onboarding.findings import GateKey, GateRecord
 from orchestrator.types import Contract
 
@@ -104,17 +106,36 @@ def require(model_path: Path, contract: Contract) -> GateRecord:
     return record
 
 
+def known_name(model_path: Path) -> str | None:
+    """Return the catalogue's name of a file, by its hash, or its place where the row has none; None without a row."""
+    digest, place = model_sha256(model_path), model_path.resolve()
+    for row in Catalog.load().rows.values():
+        if row.sha256 == digest or (not row.sha256 and row.path.resolve() == place):
+            return row.name
+    return None
+
+
 def catalogue_name(model_path: Path) -> str:
     """Return the catalogue's name of a file, by its hash; raise :class:`InputError` where it has none."""
-    digest = model_sha256(model_path)
-    catalog = Catalog.load()
-    for row in catalog.rows.values():
-        if row.sha256 == digest:
-            return row.name
-    raise InputError(
-        f"{catalog.path} has no row for {model_path.name} (SHA-256 {digest[:12]}...)",
-        hint="add a row with this hash first, or leave --record out",
-    )
+    name = known_name(model_path)
+    if name is None:
+        raise InputError(
+            f"the catalogue has no row for {model_path.name} (SHA-256 {model_sha256(model_path)[:12]}...)",
+            hint="add a row with this hash first, or leave --record out",
+        )
+    return name
+
+
+def remember(name: str, record: GateRecord) -> Path:
+    """Note for ``linkcpp models`` on this machine what the gate found about a model of the catalogue."""
+    return write_result(own_results_path(), "gate", name, record.condensed())
+
+
+def remember_served(name: str, engine: str, contract: Contract) -> Path:
+    """Note for ``linkcpp models`` on this machine that a gateway answered with a model of the catalogue."""
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    result = {"created": created, "engine": engine, "contract": contract.value}
+    return write_result(own_results_path(), "serving", name, result)
 
 
 def publish(name: str, record: GateRecord) -> Path:
