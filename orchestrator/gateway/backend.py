@@ -38,7 +38,7 @@ def known_invariance(architecture: str, *, one: bool | None = None, several: boo
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
-    """The sizes of a backend; they never change.
+    """The sizes of a backend; only ``in_flight`` and ``groups`` may change, from step to step.
 
     ``n_chunk`` is the micro-batch, ``n_step`` the most tokens of a step; both at least ``n_sequences``.
     ``cuttable``: the end of a sequence can be removed (recurrent state cannot be taken back).

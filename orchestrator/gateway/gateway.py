@@ -294,6 +294,7 @@ class Gateway:
         now = self._now()
         with self._wake:
             landing = self._scheduler.landed(result.ticket, now, None if result.error is None else result.resume)
+            self._scheduler.facts = self._backend.facts  # how many steps pay may have changed
         step, jobs = landing.step, landing.jobs
         if result.error is not None:
             if self._speculation is not None:

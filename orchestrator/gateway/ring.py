@@ -8,12 +8,15 @@ dropped, with the position from which its tokens are needed: then they are sent 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from orchestrator.errors import InputError, LinkcppError, StepDroppedError
 from orchestrator.gateway.backend import BackendFacts, Invariance, StepResult
+from orchestrator.gateway.occupancy import Occupancy
 from orchestrator.ring.replay import Doing, Journal
 from orchestrator.ring.state import Completion, RingFacts
 from orchestrator.ring.steps import Copy, Forget, Recall, Remove, RingOperation, Save, TokenBatch
@@ -21,7 +24,7 @@ from orchestrator.ring.steps import Copy, Forget, Recall, Remove, RingOperation,
 logger = logging.getLogger(__name__)
 
 MORE_IN_FLIGHT: Final = 2
-"""Steps in flight for each stage: while one is computed another is on its way."""
+"""Steps in flight for each stage at least: while one is computed another is on its way."""
 
 
 class RingClient(Protocol):
@@ -59,7 +62,7 @@ class RingBackend:
 
     ``n_chunk`` is the stages' micro-batch. ``reopen`` makes a broken ring whole, with empty sequences, or raises
     a :class:`LinkcppError`; ``look`` finds out whether an idle ring is whole. ``token_bytes`` is what a saved token
-    takes in all stages together. The ring belongs to the caller.
+    takes in all stages together. ``now`` is a clock in seconds. The ring belongs to the caller.
     """
 
     def __init__(
@@ -72,11 +75,16 @@ class RingBackend:
         reopen: Callable[[], object] | None = None,
         look: Callable[[], object] | None = None,
         token_bytes: int = 1,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ring = ring
         self._reopen = reopen
         self._look = look
         self._token_bytes = token_bytes
+        self._now = now
+        self._n_stages = n_stages
+        self._occupancy = Occupancy(n_stages)
+        self._begun: dict[int, float] = {}
         self._ended: dict[int, StepResult] = {}  # steps that were not sent
         self._tickets: deque[int] = deque()
         self._batches: dict[int, TokenBatch] = {}  # those under way
@@ -110,6 +118,7 @@ class RingBackend:
             return self._unsent
         ticket = self._ring.submit(batch)
         self._batches[ticket] = batch
+        self._begun[ticket] = self._now()
         self._tickets.append(ticket)
         return ticket
 
@@ -118,7 +127,7 @@ class RingBackend:
         ticket = self._tickets.popleft()
         if ticket in self._ended:
             return self._ended.pop(ticket)
-        batch = self._batches.pop(ticket)
+        batch, begun = self._batches.pop(ticket), self._begun.pop(ticket)
         starts = batch.starts()
         completion = self._ring.collect()
         while completion.number != ticket:  # an operation that failed: the steps that rely on it say so themselves
@@ -127,6 +136,8 @@ class RingBackend:
         if completion.error is None:
             if self._journal is not None:
                 self._journal.record(batch)
+            else:
+                self._learn(self._now() - begun, completion.spent)
             return StepResult(ticket, completion.logits)
         if self._ring.broken is not None and ticket not in self._lost:
             self._lose([ticket, *self._batches], completion.error)
@@ -138,6 +149,14 @@ class RingBackend:
         return StepResult(
             ticket, error=failure, resume={sequence: self._ring.length(sequence) for sequence in starts}
         )
+
+    def _learn(self, turn: float, spent: Sequence[int]) -> None:
+        """Have so many steps under way, and answers shared out among so many, that no stage need wait."""
+        self._occupancy.observe(turn, [microseconds / 1e6 for microseconds in spent])
+        groups = self._occupancy.steps
+        if groups != self.facts.groups:
+            least = MORE_IN_FLIGHT * self._n_stages
+            self.facts = replace(self.facts, groups=groups, in_flight=max(least, groups + 1))
 
     def _lose(self, tickets: Iterable[int], error: LinkcppError) -> None:
         """All that was under way is lost; bring the ring back, so that it can be sent again."""
@@ -153,6 +172,7 @@ class RingBackend:
         if self._reopen is None:
             raise error
         self._reopen()
+        self._occupancy.forget()
         if self._journal is not None:
             self._ring.replay(self._journal.plan(self.facts.n_step))
 
