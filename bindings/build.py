@@ -81,27 +81,17 @@ def build(recipe: Recipe, cache: Path, progress: Progress, run: Runner = run_com
     if wheel is not None and not force:
         return wheel
     folder = cache / "engine"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock", progress):
-            wheel = cached_wheel(recipe, cache)  # another process may have built it while this one waited
-            if wheel is not None and not force:
-                return wheel
-            return _build_locked(recipe, folder, progress, run, force=force)
-    except OSError as error:
-        if error.errno == 28:  # ENOSPC
-            raise _disk_error(folder) from error
-        raise BuildError(
-            f"cannot write the build below {folder}: {error.strerror}", hint="set LINKCPP_CACHE"
-        ) from error
+    with locked_folder(folder, progress):
+        wheel = cached_wheel(recipe, cache)  # another process may have built it while this one waited
+        if wheel is not None and not force:
+            return wheel
+        return _build_locked(recipe, folder, progress, run, force=force)
 
 
 def _build_locked(recipe: Recipe, folder: Path, progress: Progress, run: Runner, *, force: bool) -> Path:
     environment = _build_environment(recipe)
     if shutil.which("git", path=environment.get("PATH")) is None:
         raise BuildError("git is not installed", hint="apt-get install git")
-    if shutil.disk_usage(folder).free < NEEDED_BYTES:
-        raise _disk_error(folder)
     work = folder / f"work-{'patched' if recipe.is_patched else 'stock'}"
     stamp = work / "toolchain"
     if force or not stamp.is_file() or stamp.read_text(encoding="utf-8") != recipe.toolchain:
@@ -169,6 +159,19 @@ def prepare(recipe: Recipe, sdist: Path, tree: Path, run: Runner, environment: M
 def _compile(
     tree: Path, wheels: Path, log: Path, progress: Progress, run: Runner, environment: Mapping[str, str]
 ) -> None:
+    options = ["--verbose", "--no-deps", "--wheel-dir", str(wheels), str(tree)]
+    run_logged([[sys.executable, "-m", "pip", "wheel", *options]], tree, log, progress, run, environment)
+
+
+def run_logged(
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    log: Path,
+    progress: Progress,
+    run: Runner,
+    environment: Mapping[str, str],
+) -> None:
+    """Run the commands of a compilation with their output in ``log``; raise :class:`BuildError` with the reason."""
     lines: list[str] = []
     with log.open("w", encoding="utf-8") as file:
 
@@ -179,20 +182,9 @@ def _compile(
             if step:
                 progress(int(step[1]), int(step[2]), f"compiling {step[1]} of {step[2]}")
 
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--verbose",
-            "--no-deps",
-            "--wheel-dir",
-            str(wheels),
-            str(tree),
-        ]
-        code = run(command, folder=tree, environment=environment, on_line=follow)
-    if code != 0:
-        raise explain_failure(lines, log)
+        for command in commands:
+            if run(command, folder=folder, environment=environment, on_line=follow) != 0:
+                raise explain_failure(lines, log)
 
 
 def explain_failure(lines: Sequence[str], log: Path) -> BuildError:
@@ -268,14 +260,25 @@ def install(wheel: Path, run: Runner = run_command) -> None:
 
 
 @contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    with path.open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(0, None, "waiting for another build to end")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked_folder(folder: Path, progress: Progress) -> Iterator[None]:
+    """Hold the lock of the folder of builds, waiting for whoever has it; say in words what is wrong with its disk."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress(0, None, "waiting for another build to end")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if shutil.disk_usage(folder).free < NEEDED_BYTES:
+                raise _disk_error(folder)
+            yield
+    except OSError as error:
+        if error.errno == 28:  # ENOSPC
+            raise _disk_error(folder) from error
+        raise BuildError(
+            f"cannot write the build below {folder}: {error.strerror}", hint="set LINKCPP_CACHE"
+        ) from error
 
 
 class _Bar:

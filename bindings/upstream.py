@@ -12,7 +12,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -139,13 +139,13 @@ def _download_error(pin: Pin, folder: Path, lines: list[str]) -> BuildError:
     )
 
 
-def unpack(sdist: Path, destination: Path) -> None:
-    """Unpack what a build needs of a source distribution; refuse names outside it, links and devices."""
+def unpack(sdist: Path, destination: Path, unused: Sequence[str] = UNUSED_FOLDERS) -> None:
+    """Unpack a source distribution without its ``unused`` folders; refuse names outside it, links and devices."""
     try:
         with tarfile.open(sdist, "r:gz") as archive:
             for member in archive:
                 inside = _path_inside(member)
-                if inside is None or _is_unused(inside):
+                if inside is None or any(inside.is_relative_to(folder) for folder in unused):
                     continue
                 target = destination / inside
                 if member.isdir():
@@ -169,10 +169,6 @@ def _path_inside(member: tarfile.TarInfo) -> PurePosixPath | None:
         raise BuildError(f"the source distribution holds the unsafe name {member.name!r}")
     inside = PurePosixPath(*path.parts[1:])
     return inside if inside.parts else None
-
-
-def _is_unused(path: PurePosixPath) -> bool:
-    return any(path.is_relative_to(folder) for folder in UNUSED_FOLDERS)
 
 
 def synchronise(source: Path, destination: Path) -> int:

@@ -12,6 +12,7 @@ from typing import Final
 
 from bindings import build as _build
 from bindings.errors import BindingsError
+from bindings.llama_server import build_server
 from bindings.recipe import make_recipe
 from bindings.verify import Check, library_checks
 from bindings.verify import verify as _verify
@@ -90,6 +91,14 @@ def build_engine(progress: _build.Progress, *, force: bool = False) -> tuple[Eng
     except BindingsError as error:
         raise EngineBuildError(str(error), hint=error.hint) from error
     return engine_status(), True
+
+
+def upstream_server(progress: _build.Progress) -> Path:
+    """Return upstream's own server, unpatched, building it unless it is there; raises :class:`EngineBuildError`."""
+    try:
+        return build_server(cache_dir(), progress)
+    except BindingsError as error:
+        raise EngineBuildError(str(error), hint=error.hint) from error
 
 
 def verify_engine(model: Path | None, progress: _build.Progress) -> Iterator[Check]:
