@@ -69,6 +69,7 @@ lint: setup
 bench: setup
 	@$(BIN)/linkcpp bench dispatch
 	@$(BIN)/linkcpp bench layer --like qwen3.5-122b
+	@$(BIN)/linkcpp bench serving
 
 docs: setup
 	@$(BIN)/python -m orchestrator.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md

@@ -12,6 +12,7 @@ from orchestrator.bench.invariance import Cost, Finding, measure_cost, run_invar
 from orchestrator.bench.layer import LayerReport, layer_model, run_layer, shapes
 from orchestrator.bench.ring import measure_ring
 from orchestrator.bench.waiting import CPU_LIMIT, WaitingReport, run_waiting
+from orchestrator.cli import bench_serving
 from orchestrator.cli.app import Terminal
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.sources import get_model
@@ -29,6 +30,9 @@ def command() -> None:
     Figures are medians of alternating runs. On a machine that others use too they are noisy: the load average is
     part of each result.
     """
+
+
+command.add_command(bench_serving.command)
 
 
 @command.command("dispatch")

@@ -23,6 +23,7 @@ from orchestrator.cli.access_options import ServingOptions, access_options
 from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import BackboneOptions, backbone_options
 from orchestrator.cli.replicas import OpenReplicas, Planned, plan_replicas
+from orchestrator.cli.service import end_with_stdin
 from orchestrator.errors import ChatTemplateError, LinkcppError
 from orchestrator.gateway.backend import known_invariance
 from orchestrator.gateway.embedding import Embedder, pooling_of
@@ -74,6 +75,7 @@ COLUMNS: Final = ("worker", "address", "pid", "layers", "experts", "ms per exper
 )
 @click.option("--unverified", is_flag=True, help="Serve a model that has not passed the gate.")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print one line of JSON instead of a table.")
+@click.option("--until-stdin-ends", is_flag=True, hidden=True)
 @access_options
 @backbone_options
 @click.pass_obj
@@ -88,6 +90,7 @@ def command(
     prefix_memory: int,
     unverified: bool,
     as_json: bool,
+    until_stdin_ends: bool,
     options: BackboneOptions,
     serving: ServingOptions,
 ) -> None:
@@ -96,6 +99,8 @@ def command(
     Serves a page to chat at /, and the API: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, and
     more; docs/api.md describes it. Ends on Ctrl-C or SIGTERM.
     """
+    if until_stdin_ends:
+        end_with_stdin()
     serving.begin_log()
     address = parse_address(listen)
     name, planned = plan_replicas(terminal, model, files, stars, options, slots)
@@ -226,7 +231,7 @@ class _Server:
         url = f"http{'' if self._serving.tls is None else 's'}://{bound}"
         snapshot = report.snapshot()
         if self._as_json:
-            ready = {"url": url, "pid": os.getpid(), **snapshot.to_json()}
+            ready = {"url": url, "address": str(bound), "pid": os.getpid(), **snapshot.to_json()}
             self._terminal.print(json.dumps(ready))
             return
         if snapshot.workers:
