@@ -47,6 +47,7 @@ PURE = (
     "orchestrator/gateway/cost.py",
     "orchestrator/gateway/depth.py",
     "orchestrator/gateway/drafters/ngram.py",
+    "orchestrator/gateway/occupancy.py",
     "orchestrator/gateway/prefix.py",
     "orchestrator/gateway/queue.py",
     "orchestrator/gateway/routing.py",
