@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -290,13 +290,15 @@ class ContextHandle(Handle):
         api.llama_free(address)
         shim.linkcpp_threadpool_free(self._pool)
 
-    def decode(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[int]
-    ) -> int:
-        """Run ``llama_decode`` on one batch and return its status; logits are kept where ``outputs`` is not 0."""
-        api, _ = load()
+    def fill(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        outputs: Sequence[int] | Literal[0],
+    ) -> None:
+        """Write a batch for :meth:`decode`; logits are kept where ``outputs`` is not 0."""
         n = len(tokens)
-        self._is_behind = False
         self._batch.n_tokens = n
         self._tokens[:n] = tokens
         self._positions[:n] = positions
@@ -304,7 +306,11 @@ class ContextHandle(Handle):
         for i, sequence in enumerate(sequences):
             if self._sequence_of[i] != sequence:
                 self._sequences[i][0] = self._sequence_of[i] = int(sequence)
-        return int(api.llama_decode(self.address, self._batch))
+
+    def decode(self) -> int:
+        """Run ``llama_decode`` on the batch of :meth:`fill` and return its status."""
+        self._is_behind = False
+        return int(load()[0].llama_decode(self.address, self._batch))
 
     def logits(self, rows: int, n_vocab: int) -> FloatArray:
         """Copy the logits of the last decode, [rows, n_vocab]."""

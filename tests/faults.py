@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.transport.base import Buffer, Connector, Link, LinkLostError, LinkTimeoutError
@@ -69,7 +69,9 @@ class FaultyLink:
             return []
         return [buffers, buffers] if number in faults.duplicate_sends else [buffers]
 
-    def receive_into(self, view: memoryview, deadline: float | None = None) -> int:
+    def receive_into(
+        self, view: memoryview, deadline: float | None = None, meanwhile: Callable[[], object] | None = None
+    ) -> int:
         faults = self.faults
         if faults.hold is not None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -85,7 +87,7 @@ class FaultyLink:
             view = view[: faults.end_received_at - self.received]
             if not len(view):
                 return 0
-        count = self.inner.receive_into(view, deadline)
+        count = self.inner.receive_into(view, deadline, meanwhile)
         for offset, bits in faults.flip_received.items():
             if self.received <= offset < self.received + count:
                 view[offset - self.received] ^= bits

@@ -59,6 +59,9 @@ class TwinStage:
             self.held = kept
             raise
 
+    def rehearse(self, batch: TokenBatch, boundary: bytes) -> None:
+        pass
+
     def _decode(self, batch: TokenBatch, boundary: bytes) -> Output:
         self.decoded += 1
         n = len(batch)

@@ -133,6 +133,12 @@ class Context:
         rows = [outcome.logits for outcome in outcomes if outcome.logits is not None]
         return Outcome(np.concatenate(rows) if rows else None, b"")
 
+    def rehearse(self, batch: TokenBatch, boundary: bytes = b"") -> None:
+        """Do what :meth:`decode` does before it computes, for the sake of the processor's caches alone."""
+        self._check(batch)
+        for part in batch.split(self.n_batch):
+            self._hand_over(part, boundary)
+
     def apply(self, operation: KvOperation) -> bool:
         """Change the caches; False (and nothing changed) where this model's memory cannot do it.
 
@@ -234,12 +240,8 @@ class Context:
     def _run(self, batch: TokenBatch, boundary: bytes) -> Outcome:
         if self._exchange is not None:
             self._exchange.begin_step()
-        if self._hook is not None:
-            self._hook.take_boundary()
-            self._hook.handle.feed(boundary)
-        is_last = self.model.has_output
-        outputs = batch.outputs if is_last else batch.outputs & False
-        status = self._context.decode(batch.tokens, batch.positions, batch.sequences, outputs)  # type: ignore[arg-type]
+        self._hand_over(batch, boundary)
+        status = self._context.decode()
         failure = self._hook.take_failure() if self._hook else None
         if failure is not None:
             raise failure
@@ -250,7 +252,7 @@ class Context:
             raise ComputeError(f"decode failed: {last_log_line(cause)}")
         if self._hook is not None and not self._hook.handle.was_fed():
             raise ComputeError("the boundary from the stage before is not the one that these tokens need")
-        if not is_last:
+        if not self.model.has_output:
             return Outcome(None, self._hook.take_boundary() if self._hook else b"")
         if not batch.n_outputs:
             return Outcome(None, b"")
@@ -262,6 +264,13 @@ class Context:
             else self._context.logits(n, self.model.n_vocab)
         )
         return Outcome(rows if n == batch.n_outputs else rows[batch.outputs != 0], b"")
+
+    def _hand_over(self, batch: TokenBatch, boundary: bytes) -> None:
+        if self._hook is not None:
+            self._hook.take_boundary()
+            self._hook.handle.feed(boundary)
+        outputs = batch.outputs if self.model.has_output else 0
+        self._context.fill(batch.tokens, batch.positions, batch.sequences, outputs)  # type: ignore[arg-type]
 
     def _copy(self, source: int, destination: int, first: int, last: int) -> bool:
         """Copy as a whole and then cut: between buffers the engine can do no less, and would end the process."""

@@ -132,6 +132,10 @@ class StageContext:
         """Compute one step; on any error the caches are as before."""
         return self.context.decode(batch, boundary)
 
+    def rehearse(self, batch: TokenBatch, boundary: bytes) -> None:
+        """Do what :meth:`decode` does before it computes, for the sake of the processor's caches alone."""
+        self.context.rehearse(batch, boundary)
+
     def apply(self, operation: KvOperation) -> bool:
         """Change the caches; False where this model's memory cannot."""
         return self.context.apply(operation)

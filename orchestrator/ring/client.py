@@ -40,6 +40,7 @@ from orchestrator.ring.opening import Opener, Place, RingHop
 from orchestrator.ring.profile import LocalStage
 from orchestrator.ring.state import RingFacts, RingState
 from orchestrator.transport.base import Connector
+from orchestrator.transport.patience import LONGEST, Patience
 from orchestrator.transport.unix import connector_of
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import Goodbye, Message, Ping, Pong
@@ -55,9 +56,6 @@ from orchestrator.wire.ring_messages import (
 )
 
 _TRAVELLERS: Final = (Step, Outcome, Operate)
-
-_BRIEF: Final = 0.003
-"""Seconds of looking for bytes without sleep, where the last wait was as short (see transport/sockets.py)."""
 
 _PROBE_SECONDS: Final = 5.0
 """Longest wait for the answers to a probe; less where the timeout is less."""
@@ -116,7 +114,7 @@ class Ring(Driver):
         self._index_of: dict[int, int] = {}  # where in the ring the range that begins at a layer is
         self._inbox: deque[Item] = deque()
         self._last_progress = 0.0
-        self._waits_briefly = True
+        self._patience = Patience()
         self._probes = 0
         self._was_open = False
         self.lost_stage: str | None = None  # what broke the ring, for people
@@ -331,14 +329,10 @@ class Ring(Driver):
 
     def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
         begin = self._now()
-        if self._waits_briefly:
-            while self._now() - begin < _BRIEF:
-                ready = poller.poll(0)
-                if ready:
-                    return ready
-                os.sched_yield()
+        if deadline - begin > LONGEST:
+            self._patience.look(poller.poll)
         ready = poller.poll(max(1.0, 1e3 * (deadline - self._now())))
-        self._waits_briefly = self._now() - begin < _BRIEF
+        self._patience.waited(self._now() - begin)
         return ready
 
     def _read(self, place: Place, deadline: float, *, direct: bool = False) -> bool:
@@ -347,7 +341,7 @@ class Ring(Driver):
         With ``direct`` the first item goes on at once and not by way of the inbox.
         """
         try:
-            if not place.control.read(deadline):
+            if not place.control.read(deadline, self._rehearse):
                 return False
             while (message := place.control.next()) is not None:
                 if (
@@ -364,6 +358,12 @@ class Ring(Driver):
         except StageLostError as error:
             self._break(error, place)
         return True
+
+    def _rehearse(self, step: Step) -> None:
+        """Go through what a step of our own layers begins with, while another stage computes."""
+        local = next((hop.local for hop in self._hops if hop.layers.first == step.layer), None)
+        if local is not None:
+            local.rehearse(step)
 
     def _take(self, place: Place, message: Message) -> None:
         if isinstance(message, _TRAVELLERS) and message.layer in self._index_of:

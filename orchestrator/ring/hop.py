@@ -7,6 +7,7 @@ a step as a step, an outcome or a fault, an operation as an operation, so that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -76,6 +77,9 @@ class StageCompute(Protocol):
     def decode(self, batch: TokenBatch, boundary: bytes) -> StageOutput:
         """Compute one step; on any error the caches are as before."""
 
+    def rehearse(self, batch: TokenBatch, boundary: bytes) -> None:
+        """Do what :meth:`decode` does before it computes, and nothing that lasts."""
+
     def apply(self, operation: KvOperation) -> bool:
         """Change the caches; False where this model's memory cannot."""
 
@@ -126,6 +130,13 @@ class Hop:
         self._saved.clear()
         self.taken = self.passed = 0
         self.compute.apply(Clear())
+
+    def rehearse(self, step: Step) -> None:
+        """Do what :meth:`run` does before it computes, for the sake of the processor's caches alone."""
+        with suppress(LinkcppError):  # what was refused is refused again
+            batch = batch_of(step)
+            self._check(batch)
+            self.compute.rehearse(batch, bytes(step.boundary))
 
     def run(self, item: Item) -> Item:
         """Do what an item asks and return what goes on to the next layers. Raises nothing that the item causes."""

@@ -7,14 +7,14 @@ name the stage.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orchestrator.errors import FleetError, ProtocolError, StageLostError, StageRefusedError
 from orchestrator.ring.items import Item
 from orchestrator.transport.base import Buffer, Connector, Link, LinkTimeoutError
 from orchestrator.wire.connection import Connection
 from orchestrator.wire.messages import Goodbye, Hello, Message, Ping, Pong, Refuse, Welcome
-from orchestrator.wire.ring_messages import Accepted, Attach, Cancel, Probe, Route, StageWelcome
+from orchestrator.wire.ring_messages import Accepted, Attach, Cancel, Probe, Route, StageWelcome, Step
 from orchestrator.wire.state import Role
 
 
@@ -99,21 +99,29 @@ class StageLink:
         except FleetError as error:
             raise self.lost(error) from error
 
-    def read(self, deadline: float | None) -> bool:
+    def read(self, deadline: float | None, rehearse: Callable[[Step], object] | None = None) -> bool:
         """Wait for bytes, once; :meth:`next` has what they complete. False where the deadline passed.
+
+        ``rehearse`` may be called before they are due, with the step that came last.
 
         Raises:
             StageLostError: the stage is gone.
         """
         connection = self._connection
         try:
-            size = self._need().receive_into(connection.receive_buffer(), deadline)
+            meanwhile = None if rehearse is None else lambda: self._rehearse(rehearse)
+            size = self._need().receive_into(connection.receive_buffer(), deadline, meanwhile)
             connection.received(size)
         except LinkTimeoutError:
             return False
         except FleetError as error:
             raise self.lost(error) from error
         return True
+
+    def _rehearse(self, rehearse: Callable[[Step], object]) -> None:
+        step = self._connection.rehearse()
+        if step is not None:
+            rehearse(step)
 
     def next(self) -> Message | None:
         """Return the next whole message, None while more bytes are needed; arrays hold until the next read."""

@@ -8,7 +8,7 @@ An encrypted or relayed way is one more module with these three classes; nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -42,8 +42,13 @@ class Link(Protocol):
     def send_some(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """Send what goes without waiting and give what is left (nothing, most of the time)."""
 
-    def receive_into(self, view: memoryview, deadline: float | None = None) -> int:
-        """Wait for bytes and put them at the front of a view; give their number, 0 at the end of the stream."""
+    def receive_into(
+        self, view: memoryview, deadline: float | None = None, meanwhile: Callable[[], object] | None = None
+    ) -> int:
+        """Wait for bytes and put them at the front of a view; give their number, 0 at the end of the stream.
+
+        A link may call ``meanwhile`` once where it expects to wait longer than that takes.
+        """
 
     def fileno(self) -> int:
         """Give a descriptor that polls readable and writable as this link does, for waiting on several."""

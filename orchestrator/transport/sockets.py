@@ -4,9 +4,8 @@ The socket blocks, and a receive is one system call: its deadline is the socket'
 set again only when the time left differs by much from what is set. Python's ``settimeout`` would poll before
 every call, and a poll loop with pauses would add its period to every round trip.
 
-A thread that the kernel has put to sleep wakes late: 50 us per round trip in a virtual machine, where sending and
-receiving take 30 us. So a link whose last wait was brief looks for bytes without pause before it sleeps. It offers
-its core to others at each look; where one takes it, the next receives sleep, twice as many each time in a row.
+Before it sleeps in that call a link looks for bytes without sleep where the waits before promise that some come soon
+(:mod:`orchestrator.transport.patience`).
 """
 
 from __future__ import annotations
@@ -18,20 +17,15 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from orchestrator.errors import FleetError
 from orchestrator.transport.base import Buffer, LinkLostError, LinkTimeoutError
+from orchestrator.transport.patience import LONGEST, Patience
 
 _TIMEVAL: Final = struct.Struct("@ll")
 _SLACK: Final = 0.1  # a receive may end so much of the time left early or late: saves a system call for each
-
-BRIEF: Final = 0.005
-"""Seconds of waiting without sleep: a local network and the largest layer's experts, no wide-area network."""
-
-_TAKEN: Final = 100e-6  # seconds for one look: longer, and somebody else has used the core meanwhile
-_MOST_SLEEPS: Final = 64
 
 
 class SocketLink:
@@ -42,10 +36,7 @@ class SocketLink:
         self._socket = sock
         self._address = address
         self._timeout = 0.0  # what SO_RCVTIMEO is set to; 0 waits without end
-        self._sleeps = 0  # receives that sleep before the next that looks; one after a wait that was not brief
-        self._penalty = (
-            0  # what it was set to when another thread took the core, 0 after a look that nobody disturbed
-        )
+        self._patience = Patience()
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         self._poll = poller.poll
@@ -74,7 +65,9 @@ class SocketLink:
             return ()
         return skip_bytes(buffers, sent)
 
-    def receive_into(self, view: memoryview, deadline: float | None = None) -> int:
+    def receive_into(
+        self, view: memoryview, deadline: float | None = None, meanwhile: Callable[[], object] | None = None
+    ) -> int:
         """Wait for bytes; 0 is the end of the stream."""
         begin = time.monotonic()
         if deadline is None:
@@ -84,34 +77,17 @@ class SocketLink:
             if left <= 0:
                 raise LinkTimeoutError(f"{self._address} did not answer in time")
         try:
-            if self._sleeps:
-                self._sleeps -= 1
-            elif deadline is None or left > BRIEF:
-                self._look(begin)
+            if deadline is None or left > LONGEST:
+                self._patience.look(self._poll, meanwhile)
             if abs(self._timeout - left) > _SLACK * left:
                 self._set_timeout(left)
             count = self._socket.recv_into(view)
-            if not self._sleeps and time.monotonic() - begin > BRIEF:
-                self._sleeps = 1
+            self._patience.waited(time.monotonic() - begin)
             return count
         except BlockingIOError as error:
             raise LinkTimeoutError(f"{self._address} did not answer in time") from error
         except OSError as error:
             raise self._lost(error) from error
-
-    def _look(self, begin: float) -> None:
-        """Return when there are bytes, when the brief time is over, or when another thread wants this core."""
-        poll, now = self._poll, begin
-        while not poll(0):
-            os.sched_yield()
-            before, now = now, time.monotonic()
-            if now - before > _TAKEN:
-                self._penalty = min(max(2 * self._penalty, 1), _MOST_SLEEPS)
-                self._sleeps = self._penalty
-                return
-            if now - begin > BRIEF:
-                return
-        self._penalty = 0
 
     def _set_timeout(self, seconds: float) -> None:
         # A value of zero would mean "without end", so the smallest deadline is a microsecond.

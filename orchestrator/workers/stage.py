@@ -35,6 +35,7 @@ from orchestrator.wire.ring_messages import (
     Purpose,
     Route,
     StageWelcome,
+    Step,
 )
 
 CONNECT_SECONDS: Final = 10.0
@@ -220,6 +221,14 @@ class StageService:
             found.next = link
         found.routed = True
         return Accepted(message.sequence)
+
+    def rehearse(self, layer: int, step: Step) -> None:
+        """Go through what a step begins with, where nothing computes."""
+        if self._computing.acquire(blocking=False):
+            try:
+                self._ranges[layer].hop.rehearse(step)
+            finally:
+                self._computing.release()
 
     def pass_on(self, peer: Peer, layer: int, item: Item) -> None:
         """Run an item of a feed and send on what it became.

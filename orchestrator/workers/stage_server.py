@@ -224,18 +224,24 @@ class _Peer:
 
     def _feed(self, layer: int) -> None:
         service = self._service
-        while not isinstance(message := self._next(None), Goodbye):
+
+        def rehearse() -> None:
+            step = self._connection.rehearse()
+            if step is not None:
+                service.rehearse(layer, step)
+
+        while not isinstance(message := self._next(None, rehearse), Goodbye):
             if not isinstance(message, _ITEMS):
                 raise ProtocolError(f"a feed sent {message.type.name}")
             service.pass_on(self, layer, message)
 
-    def _next(self, deadline: float | None) -> Message:
+    def _next(self, deadline: float | None, meanwhile: Callable[[], None] | None = None) -> Message:
         """Return the next message; ``deadline`` holds until its first byte, then the frame has its own."""
         connection, link = self._connection, self._link
         begun, count, greeted = 0.0, 0, deadline is None
         while (message := connection.next_message()) is None:
             try:
-                size = link.receive_into(connection.receive_buffer(), deadline)
+                size = link.receive_into(connection.receive_buffer(), deadline, meanwhile)
             except LinkTimeoutError as error:
                 what = "the rest of a message" if count else "a greeting"
                 raise ProtocolError(f"waited too long for {what}") from error
