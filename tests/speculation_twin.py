@@ -66,6 +66,9 @@ class KnowingDrafter:
     def debt(self, slot: int, tokens: Sequence[int]) -> float:
         return 0.0
 
+    def close(self) -> None:
+        pass
+
 
 class Clock:
     """A clock that stands still until somebody moves it."""

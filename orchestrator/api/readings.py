@@ -14,6 +14,11 @@ def readings(state: GatewayState, fleet: FleetSnapshot) -> Iterator[Reading]:
     yield Reading("prompt_tokens_computed", "Tokens of prompts that were computed.", state.prompt_tokens)
     yield Reading("prompt_tokens_cached", "Tokens of prompts that the caches held.", state.cached_tokens)
     yield Reading("generated_tokens", "Tokens of answers.", state.generated_tokens)
+    yield Reading("drafted_tokens", "Tokens that were guessed and computed.", state.drafted)
+    yield Reading("accepted_tokens", "Guessed tokens that came true.", state.accepted)
+    if state.turns:
+        mean = state.generated_tokens / state.turns
+        yield Reading("tokens_per_step", "Tokens that an answer got of a step.", mean, is_total=False)
     for name, count in (("finished", state.finished), ("failed", state.failed), ("cancelled", state.cancelled)):
         yield Reading("requests", "Requests that have ended.", count, labels=(("end", name),))
     yield Reading("steps", "Steps of the engine.", state.steps)

@@ -26,8 +26,12 @@ from orchestrator.types import Contract
 if TYPE_CHECKING:
     from orchestrator.engine.model import Model
     from orchestrator.gateway.backbone import Backbone
+    from orchestrator.gateway.drafters.opening import SpeculationSettings
     from orchestrator.gateway.ring_backbone import RingBackbone
     from orchestrator.models.deployment import Deployment
+
+SPECULATION: Final = ("auto", "off", "ngram", "draft")
+"""The modes of :class:`orchestrator.gateway.drafters.opening.SpeculationMode`, the default first."""
 
 QUIET_SECONDS: Final = 1.0
 """A model that loads within this time needs no progress, and a pipe no lines about it."""
@@ -45,6 +49,9 @@ class BackboneOptions:
     batch_invariant: bool
     timeout: float
     template_file: Path | None
+    speculate: str
+    draft_model: str | None
+    draft_depth: int | None
 
     @property
     def has_workers(self) -> bool:
@@ -56,6 +63,16 @@ class BackboneOptions:
         """Threads of this process: all cores, or half of them where local workers need the others."""
         cores = os.cpu_count() or 1
         return self.threads or max(1, cores // 2 if self.local_workers else cores)
+
+    @property
+    def speculation(self) -> SpeculationSettings:
+        """What was said about guessing tokens."""
+        from orchestrator.gateway.drafters.opening import SpeculationMode, SpeculationSettings
+        from orchestrator.gateway.speculation import DEFAULT_DEPTH
+
+        file = None if self.draft_model is None else resolve_model(self.draft_model)
+        depth = self.draft_depth or DEFAULT_DEPTH
+        return SpeculationSettings(SpeculationMode(self.speculate), file, depth, self.n_threads)
 
     def template(self, model: Model) -> ChatTemplate | ChatTemplateError:
         """Return the chat template to use, or the error that says why there is none.
@@ -101,6 +118,22 @@ _OPTIONS = (
         metavar="FILE",
         help="Use this Jinja template instead of the model's.",
     ),
+    click.option(
+        "--speculate",
+        type=click.Choice(SPECULATION),
+        default=SPECULATION[0],
+        show_default=True,
+        help="Guess tokens ahead: as much as pays, never, from the text itself, or with the draft model.",
+    ),
+    click.option(
+        "--draft-model", default=None, metavar="NAME|FILE", help="A small model of the same vocabulary that guesses."
+    ),
+    click.option(
+        "--draft-depth",
+        type=click.IntRange(1, 62),
+        default=None,
+        help="Tokens guessed at once, at most. [default: 8]",
+    ),
 )
 
 
@@ -118,10 +151,17 @@ def backbone_options(function: Callable[..., None]) -> Callable[..., None]:
         no_batch_invariant: bool,
         timeout: float,
         template_file: Path | None,
+        speculate: str,
+        draft_model: str | None,
+        draft_depth: int | None,
         **others: Any,
     ) -> None:
         if workers and addresses:
             raise click.UsageError("--workers starts workers here, --worker names running ones: use one of them")
+        if draft_model is None and speculate == "draft":
+            raise click.UsageError("--speculate draft needs a --draft-model")
+        if draft_model is not None and speculate in ("off", "ngram"):
+            raise click.UsageError(f"--speculate {speculate} uses no --draft-model")
         options = BackboneOptions(
             local_workers=workers or 0,
             addresses=tuple(str(parse_address(address)) for address in addresses),
@@ -131,6 +171,9 @@ def backbone_options(function: Callable[..., None]) -> Callable[..., None]:
             batch_invariant=not no_batch_invariant,
             timeout=timeout,
             template_file=template_file,
+            speculate=speculate,
+            draft_model=draft_model,
+            draft_depth=draft_depth,
         )
         function(*args, options=options, **others)
 

@@ -17,6 +17,7 @@ from orchestrator.cli.app import Terminal
 from orchestrator.cli.backbone_options import BackboneOptions, backbone_options, open_model, start_workers
 from orchestrator.cli.client_options import api_key_option
 from orchestrator.errors import ChatTemplateError, LinkcppError
+from orchestrator.gateway.backend import known_invariance
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.sequence import Finished, GenerationRequest
 from orchestrator.gateway.template import ChatMessage, ChatTemplate
@@ -280,7 +281,9 @@ def _open_local(
     """Open a model, with its workers, for as long as the stack is open."""
     addresses = start_workers(terminal, stack, resolve_model(name), options)
     backbone = open_model(terminal, resolve_model(name), addresses, options)
-    gateway = backbone.gateway()
+    gateway = backbone.gateway(
+        invariance=known_invariance(backbone.model.architecture), speculate=options.speculation
+    )
     stack.callback(backbone.close, gateway)
     template = options.template(backbone.model)
     if isinstance(template, ChatTemplateError):

@@ -170,7 +170,12 @@ class _Server:
         found = self._service.invariance
         invariance = known_invariance(backbone.model.architecture, one=found.one, several=found.several)
         observer = StepObserver(self._endpoint.metrics)
-        return backbone.gateway(invariance=invariance, limits=self._service.limits, observer=observer)
+        return backbone.gateway(
+            invariance=invariance,
+            limits=self._service.limits,
+            observer=observer,
+            speculate=self._service.replicas[0].options.speculation,
+        )
 
     async def _load(self, workers: ExitStack) -> OpenReplicas:
         """Start the workers and load the model; a signal ends the process at once."""
@@ -195,6 +200,9 @@ class _Server:
             self._terminal.error(f"hint: {template.hint}")
         measurements = [figures for one in opened.backbones for figures in one.measure()]
         gateway.start()
+        speculation = self._service.replicas[0].options.speculation.describe(
+            first.speculation, first.facts, exact=backbone.batch_invariant
+        )
         report = FleetReport(
             model=self._endpoint.names.name,
             contract=backbone.contract.value,
@@ -204,6 +212,7 @@ class _Server:
             now=time.monotonic,
             wall=time.time,
             copes=gateway.is_usable if isinstance(gateway, Replicas) else None,
+            speculation=speculation,
         )
         self._endpoint.served = ServedModel.of(
             gateway,
@@ -259,6 +268,8 @@ class _Server:
         question = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
         self._terminal.print(f"serving {name} at {url}/v1 (contract {snapshot.contract})")
         self._terminal.print(f"slots: {len(snapshot.slots)}, each of {n_ctx} tokens; a page to chat: {url}/")
+        if snapshot.speculation is not None:
+            self._terminal.print(f"speculation: {snapshot.speculation.words}")
         self._terminal.print(f"try: curl {url}/v1/chat/completions -d '{question}'")
 
 

@@ -19,6 +19,7 @@ from orchestrator.engine.model import Model
 from orchestrator.engine.native import native_star
 from orchestrator.engine.session import Session
 from orchestrator.gateway.backend import Invariance
+from orchestrator.gateway.drafters.opening import NO_SPECULATION, SpeculationSettings
 from orchestrator.gateway.gateway import DEFAULT_LIMITS, Gateway
 from orchestrator.gateway.local import LocalBackend, WatchedExchange
 from orchestrator.gateway.scheduler import Limits
@@ -62,11 +63,13 @@ class Backbone:
         reuse_prefix: bool = True,
         limits: Limits = DEFAULT_LIMITS,
         observer: Observer | None = None,
+        speculate: SpeculationSettings = NO_SPECULATION,
     ) -> Gateway:
         """Make the gateway of this backbone; see :class:`Gateway`. Not started.
 
         ``invariance`` is what is known of the model in the batch-invariant configuration; in the other one answers
-        depend on how tokens are grouped in any case, and nothing is reused.
+        depend on how tokens are grouped in any case, and nothing is reused. ``speculate`` says who guesses tokens;
+        raises :class:`InputError` where that is not possible.
         """
         backend = LocalBackend(
             self.context, exchange=self.exchange, dispatcher=self.dispatcher, invariance=invariance
@@ -78,6 +81,7 @@ class Backbone:
             limits=limits,
             identity=self.fingerprint,
             observer=observer,
+            speculation=speculate.open(backend.facts, self.model, exact=self.batch_invariant),
         )
 
     @property

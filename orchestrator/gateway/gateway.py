@@ -66,7 +66,8 @@ class Gateway:
     ``reuse_prefix``: do not compute again what a prompt has in common with what the caches hold; leave it off where
     a token's logits depend on how tokens were grouped. ``limits`` bounds the queue, and the memory of what was saved
     when slots were given to others. ``identity`` names model and engine: a state on disk is restored only where it is
-    the same. ``speculation`` guesses tokens, for a backend that can check them. ``now`` is a clock in seconds.
+    the same. ``speculation`` guesses tokens, for a backend that can check them; it is closed with the loop. ``now``
+    is a clock in seconds.
 
     Use it as a context manager, or call :meth:`start` and :meth:`close`; :meth:`step` may also be called by hand.
     """
@@ -83,15 +84,16 @@ class Gateway:
         speculation: Speculation | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.facts = backend.facts
         self.n_ctx = backend.facts.n_ctx
         self.n_vocab = backend.facts.n_vocab
         self.cuttable = backend.facts.cuttable
+        self.speculation = speculation
         self.identity = identity
         self._vocabulary = vocabulary
         self._backend = backend
         self._scheduler: Scheduler[Generation] = Scheduler(backend.facts, limits, reuse=reuse_prefix)
         self._observer = observer
-        self._speculation = speculation
         self._now = now
         self._wake = threading.Condition(threading.RLock())  # guards the scheduler and the totals
         self._calls: deque[Callable[[], None]] = deque()  # what other threads want done in this one
@@ -178,6 +180,8 @@ class Gateway:
         if self._thread is not None:
             self._thread.join(timeout)
         stopped = self._thread is None or not self._thread.is_alive()
+        if stopped and self.speculation is not None:
+            self.speculation.close()
         with self._wake:
             for job in [*self._scheduler.live, *self._scheduler.waiting]:  # whatever the thread does: nobody waits
                 self._fail(job, _closing_error())
@@ -270,8 +274,8 @@ class Gateway:
                 if step is None:
                     return
                 jobs = self._scheduler.jobs_in(step)
-            if self._speculation is not None:
-                step = self._speculation.extend(step, jobs)
+            if self.speculation is not None:
+                step = self.speculation.extend(step, jobs)
             begun = self._now()
             try:
                 ticket = self._backend.submit(step.batch(), partial(self._is_wanted, jobs))
@@ -297,8 +301,8 @@ class Gateway:
             self._scheduler.facts = self._backend.facts  # how many steps pay may have changed
         step, jobs = landing.step, landing.jobs
         if result.error is not None:
-            if self._speculation is not None:
-                self._speculation.dropped(step)
+            if self.speculation is not None:
+                self.speculation.dropped(step)
             # A step that was dropped is no fault of those who still want it: their tokens are sent again.
             if not isinstance(result.error, StepDroppedError):
                 for job in jobs:
@@ -310,8 +314,8 @@ class Gateway:
             self._totals.prompt_tokens += max(0, prompt)
             if segment.outputs and result.logits is not None:
                 self._follow(job, segment, result.logits[rows])
-        if self._speculation is not None:
-            self._speculation.learn(step, jobs, landing.seconds)
+        if self.speculation is not None:
+            self.speculation.learn(step, jobs, landing.seconds)
         return True
 
     def _follow(self, job: _Job, segment: Segment, logits: FloatArray) -> None:

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from orchestrator.dispatch.exchange import DispatchStatistics, WorkerStatistics
 from orchestrator.gateway.state import GatewayState, RunningRequest
 from orchestrator.status.rates import TotalSeries
-from orchestrator.status.snapshot import FleetSnapshot, RequestSnapshot, SlotSnapshot, WorkerSnapshot, WorkerState
+from orchestrator.status.snapshot import (
+    FleetSnapshot,
+    RequestSnapshot,
+    SlotSnapshot,
+    SpeculationSnapshot,
+    WorkerSnapshot,
+    WorkerState,
+)
 
 
 class FleetReport:
@@ -17,7 +24,8 @@ class FleetReport:
 
     ``state`` and ``statistics`` are asked at every look and may be called by any thread; ``statistics`` is None
     where the experts are computed in this process. ``now`` is a clock in seconds, ``wall`` Unix time in seconds.
-    ``copes`` tells whether requests are answered in spite of lost workers, None: they are not.
+    ``copes`` tells whether requests are answered in spite of lost workers, None: they are not. ``speculation`` says
+    in words who guesses tokens.
     """
 
     def __init__(
@@ -31,6 +39,7 @@ class FleetReport:
         now: Callable[[], float],
         wall: Callable[[], float],
         copes: Callable[[], bool] | None = None,
+        speculation: str = "off",
     ) -> None:
         self._model = model
         self._contract = contract
@@ -40,6 +49,7 @@ class FleetReport:
         self._now = now
         self._wall = wall
         self._copes = copes
+        self._speculation = speculation
         self._started = now()
         self._lock = threading.Lock()
         self._tokens = TotalSeries()
@@ -73,6 +83,12 @@ class FleetReport:
             round_trips=0 if statistics is None else statistics.round_trips,
             slots=tuple(SlotSnapshot(slot.index, slot.held_tokens, _request(slot.request)) for slot in state.slots),
             requests_waiting=state.waiting,
+            speculation=SpeculationSnapshot(
+                self._speculation,
+                state.drafted,
+                state.accepted,
+                state.generated_tokens / state.turns if state.turns else 0.0,
+            ),
         )
 
     def problem(self) -> str:

@@ -19,6 +19,7 @@ from orchestrator.engine.model import Model
 from orchestrator.engine.stage import StageContext, StageSizes
 from orchestrator.errors import LinkcppError, StageError
 from orchestrator.gateway.backend import Invariance
+from orchestrator.gateway.drafters.opening import NO_SPECULATION, SpeculationSettings
 from orchestrator.gateway.gateway import DEFAULT_LIMITS, Gateway
 from orchestrator.gateway.ring import RingBackend
 from orchestrator.gateway.scheduler import Limits
@@ -159,6 +160,7 @@ class RingBackbone:
         reuse_prefix: bool = True,
         limits: Limits = DEFAULT_LIMITS,
         observer: Observer | None = None,
+        speculate: SpeculationSettings = NO_SPECULATION,
     ) -> Gateway:
         """Make the gateway of this ring; see :class:`Gateway`. Not started."""
         backend = RingBackend(
@@ -177,6 +179,7 @@ class RingBackbone:
             limits=limits,
             identity=self.fingerprint,
             observer=observer,
+            speculation=speculate.open(backend.facts, self.model, exact=self.batch_invariant),
         )
 
     def statistics(self) -> DispatchStatistics:

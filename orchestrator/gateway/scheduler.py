@@ -115,8 +115,6 @@ class Job(Generic[Owner]):
         self.flying = 0  # steps under way that carry tokens of it
         self.served = 0  # number of the last step that did
         self.partition: list[int] = []  # lengths of the segments that made the cache
-        self.drafted = 0  # guesses that were computed, and those of them that came true
-        self.accepted = 0
         self.stalled = False  # a step came to nothing, and others that rely on it have not ended
         self.ended = False
 
@@ -289,7 +287,7 @@ class Scheduler(Generic[Owner]):
         number = self._tick()
         for segment, job in zip(step.segments, jobs, strict=True):
             job.sent += segment.sure
-            job.drafted += segment.drafts
+            job.answer.drafted += segment.drafts
             job.flying += 1
             job.served = number
         self._flights[ticket] = _Flight(step, jobs, now)
@@ -325,7 +323,7 @@ class Scheduler(Generic[Owner]):
         """Note that the token just chosen is the one that was guessed, so that the cache holds it already."""
         job.sent += 1
         job.answer.decoded += 1
-        job.accepted += 1
+        job.answer.accepted += 1
         job.partition[-1] += 1
 
     def _prompt_rows(self) -> int:

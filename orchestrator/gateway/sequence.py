@@ -80,12 +80,15 @@ class Usage:
     """What a request cost, in tokens.
 
     ``completion_tokens`` counts every token that was sampled, the end token and those of a stop string included;
-    ``cached_tokens`` of the prompt were still in the KV cache.
+    ``cached_tokens`` of the prompt were still in the KV cache. ``drafted_tokens`` were guessed and computed, and
+    ``accepted_tokens`` of them came true.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt)
         self.decoded = 0  # how many of the tokens are in the KV cache
         self.cached = 0  # how many were there already
+        self.drafted = 0  # guesses that were computed, and those of them that came true
+        self.accepted = 0
         self.finish_reason: FinishReason | None = None
         self._vocabulary = vocabulary
         self._n_ctx = n_ctx
@@ -147,7 +152,7 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """The token counts so far."""
-        return Usage(len(self.request.prompt), self.generated, self.cached)
+        return Usage(len(self.request.prompt), self.generated, self.cached, self.drafted, self.accepted)
 
     def accept(self, logits: FloatArray) -> TextDelta:
         """Choose the next token from ``logits`` [n_vocab] and return the text that became certain."""

@@ -87,11 +87,19 @@ class Drafter(Protocol):
     def debt(self, slot: int, tokens: Sequence[int]) -> float:
         """Return the seconds that pass before the first guess for a text, beyond what each guess takes."""
 
+    def close(self) -> None:
+        """Give everything back."""
 
-def why_not(facts: BackendFacts) -> str:
-    """Return why a backend cannot check guesses, in words; empty where it can."""
+
+def why_not(facts: BackendFacts, *, exact: bool = True) -> str:
+    """Return why a backend cannot check guesses, in words; empty where it can.
+
+    ``exact`` tells whether it is in the batch-invariant configuration.
+    """
     if not facts.cuttable:
         return "this model keeps recurrent state, which cannot forget a wrong guess"
+    if not exact:
+        return "without batch invariance guesses would change the answers"
     if facts.invariance is Invariance.NONE:
         return "this model's logits depend on how tokens are grouped into steps: guesses would change its answers"
     return ""
@@ -122,6 +130,10 @@ class Speculation:
         self._jobs: dict[int, object] = {}  # whose they are
         self._drafts: dict[int, Draft] = {}  # made for steps under way, whether computed or not
         self._budget = 0.0  # seconds that trials may cost
+
+    def close(self) -> None:
+        """Close the drafter."""
+        self.drafter.close()
 
     def extend(self, step: Step, jobs: Sequence[Job[Any]]) -> Step:
         """Return a step with guesses behind the newest tokens of its answers, within a micro-batch's rows."""

@@ -241,4 +241,8 @@ def _totals(snapshot: FleetSnapshot) -> Text:
     text.append(f"{format_count(snapshot.requests_finished)} requests finished, ", style="dim").append_text(failed)
     if snapshot.round_trips:
         text.append(f"  {format_count(snapshot.round_trips)} round trips", style="dim")
+    guesses = snapshot.speculation
+    if guesses is not None and guesses.drafted:
+        right = 100 * guesses.accepted / guesses.drafted
+        text.append(f"  {guesses.tokens_per_step:.2f} tokens/step, {right:.0f} % of guesses right", style="dim")
     return text

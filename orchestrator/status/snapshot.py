@@ -166,6 +166,40 @@ class SlotSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationSnapshot:
+    """Who guesses tokens, in words, and how that went since the start.
+
+    ``drafted`` tokens were guessed and computed, ``accepted`` of them came true; an answer got ``tokens_per_step``
+    tokens of a step that it was in.
+    """
+
+    words: str
+    drafted: int = 0
+    accepted: int = 0
+    tokens_per_step: float = 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object."""
+        return {
+            "words": self.words,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_step": self.tokens_per_step,
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> SpeculationSnapshot:
+        """Read what :meth:`to_json` wrote; raise :class:`ProtocolError` on a field of the wrong type."""
+        fields = _Fields(value, "speculation")
+        return cls(
+            words=fields.text("words"),
+            drafted=fields.count("drafted"),
+            accepted=fields.count("accepted"),
+            tokens_per_step=fields.number("tokens_per_step"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSnapshot:
     """One gateway, its workers and what they do; ``request`` is the one that has been answered for the longest.
 
@@ -187,6 +221,7 @@ class FleetSnapshot:
     round_trips: int = 0
     slots: tuple[SlotSnapshot, ...] = ()
     requests_waiting: int = 0
+    speculation: SpeculationSnapshot | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -218,6 +253,7 @@ class FleetSnapshot:
             "round_trips": self.round_trips,
             "slots": [slot.to_json() for slot in self.slots],
             "requests_waiting": self.requests_waiting,
+            "speculation": None if self.speculation is None else self.speculation.to_json(),
         }
 
     @classmethod
@@ -242,6 +278,7 @@ class FleetSnapshot:
                 hint="use the same linkcpp version here and at the gateway",
             )
         request = fields.raw("request")
+        speculation = fields.raw("speculation")
         return cls(
             model=fields.text("model"),
             contract=fields.text("contract"),
@@ -257,6 +294,7 @@ class FleetSnapshot:
             round_trips=fields.count("round_trips"),
             slots=tuple(SlotSnapshot.from_json(item) for item in fields.items("slots")),
             requests_waiting=fields.count("requests_waiting"),
+            speculation=None if speculation is None else SpeculationSnapshot.from_json(speculation),
         )
 
 

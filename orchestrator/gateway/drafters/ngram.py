@@ -96,3 +96,7 @@ class NgramDrafter:
     def debt(self, slot: int, tokens: Sequence[int]) -> float:
         """Return 0: there is nothing to catch up with."""
         return 0.0
+
+    def close(self) -> None:
+        """Forget all texts."""
+        self._texts.clear()
