@@ -48,6 +48,7 @@ class RefusalCode(enum.IntEnum):
     COMPUTE_FAILED = 5  # the engine failed on this request; others are served
     DRAINING = 6  # the worker is shutting down
     INCOMPATIBLE = 7  # protocol, engine, instruction set or file differ; the connection is closed
+    NO_ROOM = 8  # not enough memory for layers that were asked for
 
 
 @dataclass(frozen=True, slots=True)

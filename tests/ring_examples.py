@@ -7,6 +7,8 @@ import numpy as np
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.ring_messages import (
     Accepted,
+    Assign,
+    Assigning,
     Attach,
     Cancel,
     Fault,
@@ -61,4 +63,6 @@ RING_EXAMPLES: tuple[RingMessage, ...] = (
     Cancel((7, 9)),
     Probe(3),
     Probed(3, ((12, 9, 8),)),
+    Assign(4, ((12, 24), (30, 40))),
+    Assigning(4, 250),
 )

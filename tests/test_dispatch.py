@@ -26,7 +26,7 @@ from orchestrator.transport.memory import MemoryListener
 from orchestrator.transport.tcp import TcpListener
 from orchestrator.types import Contract, EngineIdentity, ExpertBatch, LayerDescriptor, Ownership, RefusalCode
 from orchestrator.wire.codec import push_message
-from orchestrator.wire.messages import Dispatch, Goodbye, Ping, Pong, Refuse, Result, VersionRange
+from orchestrator.wire.messages import SUPPORTED, Dispatch, Goodbye, Ping, Pong, Refuse, Result, VersionRange
 
 N_EMBD, N_EXPERT, TOP_K, N_LAYER = 24, 8, 3, 2
 
@@ -341,13 +341,13 @@ def one_value_less(request: Dispatch) -> Result:
 
 
 def one_bit_flipped(request: Dispatch):
-    frame = bytearray(b"".join(push_message(0, honest(request))))
+    frame = bytearray(b"".join(push_message(SUPPORTED.highest, honest(request))))
     frame[-3] ^= 0x10
     return [bytes(frame)]
 
 
 def size_field_wrong(request: Dispatch):
-    return [b"".join(push_message(0, honest(request)))[:-4], bytes(4096)]
+    return [b"".join(push_message(SUPPORTED.highest, honest(request)))[:-4], bytes(4096)]
 
 
 def from_the_future(request: Dispatch) -> Result:
@@ -437,7 +437,7 @@ def test_a_late_frame_is_dropped_and_the_next_step_is_right():
 
 def test_a_duplicate_answer_is_dropped():
     def twice(request: Dispatch):
-        frame = b"".join(push_message(0, honest(request)))
+        frame = b"".join(push_message(SUPPORTED.highest, honest(request)))
         return [frame, frame]
 
     with star([FakeWorker(owning(*range(8)), answer=Script(at_0=twice))]) as dispatcher:
@@ -449,7 +449,7 @@ def test_a_duplicate_answer_is_dropped():
 
 def test_a_ping_from_the_worker_is_answered_between_its_results():
     def ping_first(request: Dispatch):
-        return [*push_message(0, Ping(77, 88)), *push_message(0, honest(request))]
+        return [*push_message(SUPPORTED.highest, Ping(77, 88)), *push_message(SUPPORTED.highest, honest(request))]
 
     worker = FakeWorker(owning(*range(8)), answer=Script(at_0=ping_first))
     with star([worker]) as dispatcher:

@@ -331,7 +331,7 @@ def test_a_worker_takes_requests_in_pieces_in_one_piece_and_between_pings(model,
     one, two = requests(descriptors, owned)[:2]
     with serving(model, monkeypatch, "native", owned) as client:
         [expected, also] = map(plain, client.ask(one, two))
-        frames = [b"".join(push_message(0, message)) for message in (one, Ping(9, 1), two)]
+        frames = [b"".join(push_message(SUPPORTED.highest, message)) for message in (one, Ping(9, 1), two)]
         client.link.send([b"".join(frames)])
         first, pong, second = client.read(), client.read(), client.read()
         assert (plain(first), plain(second)) == (expected, also)
@@ -349,7 +349,7 @@ def test_a_damaged_request_ends_the_connection_in_words(model, monkeypatch: pyte
     _, descriptors = model
     owned = range(descriptors[0].n_expert)
     with serving(model, monkeypatch, "native", owned) as client:
-        frame = bytearray(b"".join(push_message(0, requests(descriptors, owned)[0])))
+        frame = bytearray(b"".join(push_message(SUPPORTED.highest, requests(descriptors, owned)[0])))
         frame[at] ^= 0x20
         client.link.send([bytes(frame)])
         assert isinstance(client.read(), (Goodbye, Refuse))

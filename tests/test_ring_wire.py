@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import numpy as np
@@ -19,6 +20,8 @@ from orchestrator.wire.messages import MessageType
 from orchestrator.wire.ring_codec import OUTCOME, STEP, push_stage_welcome
 from orchestrator.wire.ring_messages import (
     Accepted,
+    Assign,
+    Assigning,
     Attach,
     Cancel,
     Fault,
@@ -39,6 +42,10 @@ i32 = st.integers(-(2**31), 2**31 - 1)
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 spent = st.lists(u32, max_size=5).map(tuple)
 
+ranges = st.lists(st.integers(0, 100), unique=True, max_size=8).map(
+    lambda found: tuple(itertools.pairwise(sorted(found)))[::2]
+)
+
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
@@ -56,8 +63,6 @@ def outcomes(draw: st.DrawFn) -> Outcome:
 
 @st.composite
 def welcomes(draw: st.DrawFn) -> StageWelcome:
-    bounds = sorted(draw(st.sets(st.integers(0, 100), max_size=8)))
-    ranges = tuple(zip(bounds[::2], bounds[1::2], strict=False))
     texts = {name: draw(words) for name in ("name", "model_sha256", "architecture")}
     numbers = {name: draw(u32) for name in ("pid", "n_threads", "n_vocab", "n_ctx", "n_ubatch", "n_batch")}
     flags = {name: draw(st.booleans()) for name in ("batch_invariant", "cuttable", "shiftable")}
@@ -67,7 +72,7 @@ def welcomes(draw: st.DrawFn) -> StageWelcome:
         identity=identity,
         n_layer=100,
         n_sequences=draw(u16),
-        ranges=ranges,
+        ranges=draw(ranges),
         sequence=draw(u64),
         **texts,
         **numbers,
@@ -86,6 +91,8 @@ messages: st.SearchStrategy[RingMessage] = st.one_of(
     st.builds(Fault, u64, u16, st.sampled_from(FaultKind), u16, u16, words),
     st.builds(Cancel, st.lists(u64, max_size=9).map(tuple), u64),
     st.builds(Probe, u64),
+    st.builds(Assign, u64, ranges),
+    st.builds(Assigning, u64, u16),
     st.builds(Probed, u64, st.lists(st.tuples(u16, u64, u64), max_size=5).map(tuple)),
 )
 
@@ -133,7 +140,7 @@ def test_ranges_that_overlap_or_leave_the_model_are_refused() -> None:
     for ranges in ([(0, 9)], [(3, 3)], [(4, 2)], [(0, 4), (3, 8)], [(4, 8), (0, 2)]):
         writer = Writer()
         push_stage_welcome(writer, StageWelcome(ranges=tuple(ranges), **fields))
-        with pytest.raises(ProtocolError, match="out of order"):
+        with pytest.raises(ProtocolError, match="out of order|up to 9 of 8"):
             with_fixed(MessageType.STAGE_WELCOME, writer.finish())
 
 

@@ -216,7 +216,7 @@ def header_bytes(**changes: object) -> memoryview:
         ({"major": 2, "minor": 7}, r"version 2\.7, this side speaks version 1"),
         ({"kind": 0}, "unknown message type 0"),
         ({"kind": 13}, "unknown message type 13"),
-        ({"kind": 43}, "unknown message type 43"),
+        ({"kind": 45}, "unknown message type 45"),
         ({"kind": MessageType.ATTACH, "length": 2048}, "over the limit"),
         ({"kind": MessageType.STEP, "length": 2**28 + 4}, "over the limit of 268435456"),
         ({"flags": 1}, "unknown flags"),

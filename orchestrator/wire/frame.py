@@ -45,6 +45,8 @@ CONTROL_LIMITS: Final[Mapping[int, int]] = {
     MessageType.CANCEL: 64 * _KIB,
     MessageType.PROBE: 64,
     MessageType.PROBED: 64 * _KIB,
+    MessageType.ASSIGN: 64 * _KIB,
+    MessageType.ASSIGNING: 64,
 }
 """Largest payload of each message that carries no rows, in bytes."""
 

@@ -37,7 +37,7 @@ class VersionRange:
         return low if self.lowest == self.highest else f"{low} to {MAJOR}.{self.highest}"
 
 
-SUPPORTED: Final = VersionRange(lowest=0, highest=0)
+SUPPORTED: Final = VersionRange(lowest=0, highest=1)
 
 
 class MessageType(enum.IntEnum):
@@ -67,6 +67,8 @@ class MessageType(enum.IntEnum):
     CANCEL = 40
     PROBE = 41
     PROBED = 42
+    ASSIGN = 43
+    ASSIGNING = 44
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +19,8 @@ from orchestrator.wire.fields import Reader, Writer
 from orchestrator.wire.messages import MessageType
 from orchestrator.wire.ring_messages import (
     Accepted,
+    Assign,
+    Assigning,
     Attach,
     Cancel,
     Fault,
@@ -159,10 +161,24 @@ def push_stage_welcome(writer: Writer, message: StageWelcome) -> None:
     writer.push_u8(message.batch_invariant)
     writer.push_u8(message.cuttable)
     writer.push_u8(message.shiftable)
-    writer.push_u16(len(message.ranges))
-    for first, last in message.ranges:
+    _push_ranges(writer, message.ranges)
+
+
+def _push_ranges(writer: Writer, ranges: Sequence[tuple[int, int]]) -> None:
+    writer.push_u16(len(ranges))
+    for first, last in ranges:
         writer.push_u16(first)
         writer.push_u16(last)
+
+
+def _pull_ranges(reader: Reader) -> tuple[tuple[int, int], ...]:
+    ranges: list[tuple[int, int]] = []
+    for _ in range(reader.pull_u16()):
+        first, last = reader.pull_u16(), reader.pull_u16()
+        if not (ranges[-1][1] if ranges else 0) <= first < last:
+            raise ProtocolError(f"layers {first} to {last}: ranges of layers out of order")
+        ranges.append((first, last))
+    return tuple(ranges)
 
 
 def pull_stage_welcome(reader: Reader, sequence: int) -> StageWelcome:
@@ -174,12 +190,9 @@ def pull_stage_welcome(reader: Reader, sequence: int) -> StageWelcome:
     n_ctx, n_sequences = reader.pull_u32(), reader.pull_u16()
     n_ubatch, n_batch = reader.pull_u32(), reader.pull_u32()
     flags = [bool(reader.pull_u8()) for _ in range(3)]
-    ranges: list[tuple[int, int]] = []
-    for _ in range(reader.pull_u16()):
-        first, last = reader.pull_u16(), reader.pull_u16()
-        if not (ranges[-1][1] if ranges else 0) <= first < last <= n_layer:
-            raise ProtocolError(f"a stage claims layers {first} to {last} of {n_layer}, out of order")
-        ranges.append((first, last))
+    ranges = _pull_ranges(reader)
+    if ranges and ranges[-1][1] > n_layer:
+        raise ProtocolError(f"a stage claims layers up to {ranges[-1][1]} of {n_layer}")
     return StageWelcome(
         version=version,
         name=name,
@@ -197,7 +210,7 @@ def pull_stage_welcome(reader: Reader, sequence: int) -> StageWelcome:
         batch_invariant=flags[0],
         cuttable=flags[1],
         shiftable=flags[2],
-        ranges=tuple(ranges),
+        ranges=ranges,
         sequence=sequence,
     )
 
@@ -319,6 +332,30 @@ def pull_probed(reader: Reader, sequence: int) -> Probed:
     return Probed(sequence, ranges)
 
 
+def push_assign(writer: Writer, message: Assign) -> None:
+    """Write which layers a stage shall hold."""
+    _push_ranges(writer, message.ranges)
+
+
+def pull_assign(reader: Reader, sequence: int) -> Assign:
+    """Read which layers a stage shall hold."""
+    message = Assign(sequence, _pull_ranges(reader))
+    reader.finish()
+    return message
+
+
+def push_assigning(writer: Writer, message: Assigning) -> None:
+    """Write how far the loading of layers is."""
+    writer.push_u16(message.thousandths)
+
+
+def pull_assigning(reader: Reader, sequence: int) -> Assigning:
+    """Read how far the loading of layers is."""
+    message = Assigning(sequence, reader.pull_u16())
+    reader.finish()
+    return message
+
+
 # As in control.py, the value types are those of each pair above.
 RING_PUSH: Final[Mapping[int, Callable[[Writer, Any], None]]] = {
     MessageType.STAGE_WELCOME: push_stage_welcome,
@@ -330,6 +367,8 @@ RING_PUSH: Final[Mapping[int, Callable[[Writer, Any], None]]] = {
     MessageType.CANCEL: push_cancel,
     MessageType.PROBE: push_nothing,
     MessageType.PROBED: push_probed,
+    MessageType.ASSIGN: push_assign,
+    MessageType.ASSIGNING: push_assigning,
 }
 
 RING_PULL: Final[Mapping[int, Callable[[Reader, int], RingMessage]]] = {
@@ -342,4 +381,6 @@ RING_PULL: Final[Mapping[int, Callable[[Reader, int], RingMessage]]] = {
     MessageType.CANCEL: pull_cancel,
     MessageType.PROBE: pull_probe,
     MessageType.PROBED: pull_probed,
+    MessageType.ASSIGN: pull_assign,
+    MessageType.ASSIGNING: pull_assigning,
 }

@@ -94,7 +94,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The stage has done what the request of this sequence number asked (Attach, Route)."""
+    """The stage has done what the request of this sequence number asked (Attach, Route, Assign)."""
 
     type: ClassVar[MessageType] = MessageType.ACCEPTED
     sequence: int
@@ -178,6 +178,39 @@ class Probed:
     ranges: tuple[tuple[int, int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """The gateway says which ranges of layers a stage shall hold: it loads what is new and frees what is not named.
+
+    Since version 1.1; on a control connection, before anything is routed.
+    """
+
+    type: ClassVar[MessageType] = MessageType.ASSIGN
+    sequence: int
+    ranges: tuple[tuple[int, int], ...]  # (first, last) as in :class:`StageWelcome`
+
+
+@dataclass(frozen=True, slots=True)
+class Assigning:
+    """The stage is still at the Assign of this sequence number; it says so at least every few seconds."""
+
+    type: ClassVar[MessageType] = MessageType.ASSIGNING
+    sequence: int
+    thousandths: int  # of the work that are done
+
+
 RingMessage: TypeAlias = (
-    StageWelcome | Attach | Route | Accepted | Step | Outcome | Operate | Fault | Cancel | Probe | Probed
+    StageWelcome
+    | Attach
+    | Route
+    | Accepted
+    | Step
+    | Outcome
+    | Operate
+    | Fault
+    | Cancel
+    | Probe
+    | Probed
+    | Assign
+    | Assigning
 )
