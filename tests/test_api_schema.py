@@ -156,6 +156,9 @@ def test_content_in_parts_and_the_developer_role():
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"json_schema": "object"}, "json_schema"),
         ({"grammar": 5}, "grammar"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 5, "ignore_eos": True, "stop": "x"}, "min_tokens"),
+        ({"min_tokens": -1, "ignore_eos": True}, "min_tokens"),
         ({"mirostat": 2}, "mirostat"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"temprature": 0}, "temprature"),
@@ -168,6 +171,14 @@ def test_what_cannot_be_done_is_refused_with_its_name(fields, param):
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     json.dumps(error_body(caught.value), allow_nan=False)
+
+
+def test_what_load_generators_send_is_taken_where_it_changes_nothing():
+    """llama-benchy asks for token ids, of which it needs none, and for answers of an exact length."""
+    wanted = {"max_tokens": 16, "min_tokens": 16, "ignore_eos": True, "return_token_ids": True, "cache_prompt": False}
+    options = chat(**wanted).options
+    assert (options.max_tokens, options.ignore_end) == (16, True)
+    assert chat(min_tokens=0).options.max_tokens is None
 
 
 def test_a_misspelt_field_gets_a_suggestion():

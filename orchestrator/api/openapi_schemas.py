@@ -97,6 +97,7 @@ _COMMON: Final[Schema] = {
     "stop": {"anyOf": [{"type": "null"}, _STOP, _list(_STOP, maxItems=MAX_STOPS)]},
     "n": _integer(1, MAX_ANSWERS),
     "ignore_eos": _FLAG,
+    "min_tokens": {**_integer(0, MAX_TOKENS), "description": "Other than 0 only with ignore_eos and without stop."},
     "prompt_cache_key": _TEXT,
     "response_format": {"anyOf": [{"type": "null"}, reference("ResponseFormat")]},
     "json_schema": _JSON_SCHEMA,

@@ -55,6 +55,7 @@ COMMON_FIELDS: Final = (
         "logprobs",
         "n",
         "ignore_eos",
+        "min_tokens",
         "prompt_cache_key",
     }
 )
@@ -88,6 +89,7 @@ IGNORED_FIELDS: Final = frozenset(
         "timings_per_token",
         "return_progress",
         "return_tokens",
+        "return_token_ids",
         "priority",
     }
 )
@@ -107,7 +109,6 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "continue_final_message": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
@@ -266,10 +267,13 @@ def _options(
     ignore_end = fields.flag("ignore_eos")
     if ignore_end and not answer_format.is_free:
         raise invalid("ignore_eos", f"cannot be used with {answer_format.param!r}: such an answer ends where it ends")
+    stop = _stop(fields.get("stop"))
+    if fields.integer("min_tokens", 0, 0, MAX_TOKENS) and (stop or not ignore_end):
+        raise unsupported("min_tokens", "is supported only with 'ignore_eos' and without 'stop'")
     return GenerationOptions(
         max_tokens=max_tokens,
         sampling=parse_sampling(fields, fresh_seed),
-        stop=_stop(fields.get("stop")),
+        stop=stop,
         top_logprobs=top_logprobs,
         ignore_end=ignore_end,
         stream=stream,
