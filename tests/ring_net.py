@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
+from orchestrator.errors import PlanError
+from orchestrator.models.gguf_writer import Progress
 from orchestrator.ring.client import Ring
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.layout import LayerRange
@@ -32,6 +35,43 @@ class LocalTwin(TwinStage):
     batch_invariant = True
 
 
+class TwinLayers:
+    """Layers of twins in memory; ``room`` is how many fit, and ``loading`` happens before any come."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], ring: RingFacts, profile: StageProfile) -> None:
+        self._ring = ring
+        self._profile = profile
+        self.room = ring.n_layer
+        self.loading: Callable[[Progress], None] = lambda _progress: None
+        self.stages = {LayerRange(*found): TwinStage(*found, ring) for found in ranges}
+        self._hops = {found: Hop(stage, clock=lambda: 0) for found, stage in self.stages.items()}
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return tuple(self._hops[found] for found in sorted(self._hops))
+
+    @property
+    def profile(self) -> StageProfile:
+        return dataclasses.replace(self._profile, ranges=tuple(sorted(self._hops)))
+
+    def require_room(self, ranges: Sequence[LayerRange]) -> None:
+        if sum(map(len, ranges)) > self.room:
+            raise PlanError(f"room for {self.room} layers")
+
+    def hold(self, ranges: Sequence[LayerRange], progress: Progress) -> None:
+        self.loading(progress)
+        for gone in set(self._hops) - set(ranges):
+            del self._hops[gone], self.stages[gone]
+        for new in set(ranges) - set(self._hops):
+            self.stages[new] = TwinStage(new.first, new.last, self._ring)
+            self._hops[new] = Hop(self.stages[new], clock=lambda: 0)
+
+
+def replace(ring: Ring, changes: Mapping[str, str]) -> None:
+    """Put other stages, with the same layers, in the places of some."""
+    ring.rearrange({changes.get(address, address): ranges for address, ranges in ring.holders.items()})
+
+
 class Net:
     """Stage workers by name, and the ways between them. ``faults`` maps an address to the faults of its links."""
 
@@ -39,14 +79,13 @@ class Net:
         self.facts = ring or facts()
         self.listeners: dict[str, MemoryListener] = {}
         self.servers: dict[str, StageServer] = {}
-        self.stages: dict[str, list[TwinStage]] = {}
+        self.layers: dict[str, TwinLayers] = {}
         self.faults: dict[str, list[Faults | None]] = {}
         self.log: list[str] = []
         self._connectors: dict[str, Connector] = {}
 
     def start(self, name: str, *ranges: tuple[int, int], **changes: object) -> str:
         """Start a stage worker; ``changes`` are fields of its profile."""
-        stages = [TwinStage(first, last, self.facts) for first, last in ranges]
         fields = {
             "name": name,
             "address": "",
@@ -61,13 +100,21 @@ class Net:
             "ranges": tuple(LayerRange(*found) for found in ranges),
         }
         profile = StageProfile(**(fields | changes))
+        layers = TwinLayers(ranges, self.facts, profile)
         listener = MemoryListener(name)
-        service = StageService([Hop(stage, clock=lambda: 0) for stage in stages], profile, self.connector)
+        service = StageService(layers, self.connector)
         server = StageServer(service, listener, limits=ServerLimits(drain=2.0), log=self.log.append)
         server.start()
-        self.listeners[name], self.servers[name], self.stages[name] = listener, server, stages
+        self.listeners[name], self.servers[name], self.layers[name] = listener, server, layers
         self._connectors.pop(name, None)
         return name
+
+    @property
+    def stages(self) -> dict[str, list[TwinStage]]:
+        """What each stage worker holds, in the order of the layers."""
+        return {
+            name: [layers.stages[found] for found in sorted(layers.stages)] for name, layers in self.layers.items()
+        }
 
     def connector(self, address: str) -> Connector:
         if address not in self._connectors:

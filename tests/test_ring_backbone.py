@@ -8,18 +8,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.engine.context import Context
 from orchestrator.engine.model import Model
-from orchestrator.errors import InputError, LinkcppError, StageLostError
+from orchestrator.errors import InputError, LinkcppError, StageLostError, StageRefusedError
 from orchestrator.gateway.gateway import Gateway
-from orchestrator.gateway.ring_backbone import Standby, open_ring
+from orchestrator.gateway.ring_backbone import open_ring
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.sequence import GenerationRequest, TextDelta
+from orchestrator.gateway.standby import Standby
 from orchestrator.models.deployment import Deployment, GatewayEntry, StageEntry, WorkerEntry
+from orchestrator.ring.layout import LayerRange
 from orchestrator.ring.steps import one_sequence
 from orchestrator.workers.deployment import DeployedProcesses
 
@@ -27,24 +30,45 @@ GREEDY = SamplingParameters(temperature=0)
 ANY = "127.0.0.1:0"
 
 
+FIRST, SECOND = LayerRange(0, 2), LayerRange(2, 4)
+
+
 class FakeRing:
-    """A ring of which each place works with some addresses and not with others."""
+    """Processes by address: the ranges that each holds, for how many there is room, and whether it answers."""
 
-    def __init__(self, addresses: Sequence[str], good: set[str], lost: str | None) -> None:
-        self.addresses = tuple(addresses)
-        self.good = good
-        self.lost_address = lost
-        self.broken: LinkcppError | None = StageLostError("is gone", stage=f"layers 0-1 (s ({lost}))")
-        self.tried: list[tuple[str, ...]] = []
+    def __init__(self, **ranges: Sequence[LayerRange]) -> None:
+        self.held: dict[str, tuple[LayerRange, ...]] = {address: tuple(found) for address, found in ranges.items()}
+        self.room = dict.fromkeys(self.held, 1)
+        self.holders: Mapping[str, Sequence[LayerRange]] = {a: held for a, held in self.held.items() if held}
+        self.silent: set[str] = set()
+        self.bad: set[str] = set()  # they answer, and take no ring
+        self.lost_address: str | None = None
+        self.broken: LinkcppError | None = None
+        self.did: list[str] = []
 
-    def replace_all(self, spares: Mapping[str, str]) -> None:
-        wanted = tuple(spares.get(address, address) for address in self.addresses)
-        self.tried.append(wanted)
-        bad = next((address for address in wanted if address not in self.good), None)
-        if bad is not None:
-            raise StageLostError("cannot connect", stage=bad)
-        self.addresses = wanted
-        self.broken = None
+    def lose(self, address: str, *, silent: bool = True) -> None:
+        self.lost_address, self.broken = address, StageLostError("is gone", stage=address)
+        if silent:
+            self.silent.add(address)
+
+    def look(self, address: str) -> Sequence[LayerRange] | None:
+        return None if address in self.silent else self.held[address]
+
+    def assign(self, address: str, ranges: Sequence[LayerRange]) -> None:
+        if len(ranges) > self.room[address]:
+            raise StageRefusedError("refused (no_room): too much", stage=address)
+        self.did.append(f"{address} loads {', '.join(map(str, ranges))}")
+        self.held[address] = tuple(ranges)
+
+    def rearrange(self, holders: Mapping[str, Sequence[LayerRange]]) -> None:
+        self.did.append(" ".join(sorted(holders)))
+        for address, ranges in holders.items():
+            if address in self.silent | self.bad:
+                self.lost_address = address
+                raise StageLostError("cannot connect", stage=address)
+            assert set(ranges) <= set(self.held[address])
+        assert sorted(found for ranges in holders.values() for found in ranges) == [FIRST, SECOND]
+        self.holders, self.broken, self.lost_address = holders, None, None
 
 
 class Clock:
@@ -55,55 +79,129 @@ class Clock:
         self.time += seconds
 
 
-def standby(ring: FakeRing, spares: Mapping[str, Sequence[str]], listening: set[str], clock: Clock) -> Standby:
-    return Standby(
-        ring, spares, patience=5.0, reachable=listening.__contains__, now=lambda: clock.time, sleep=clock.sleep
-    )
+def standby(ring: FakeRing, others: Sequence[str], clock: Clock | None = None) -> Standby:
+    clock = clock or Clock()
+    return Standby(ring, others, patience=5.0, now=lambda: clock.time, sleep=clock.sleep)
 
 
 def test_a_spare_takes_the_place_and_the_lost_one_becomes_the_spare() -> None:
-    ring, listening = FakeRing(["a", "b"], {"a", "c"}, "b"), {"a", "c"}
-    place = standby(ring, {"b": ["c"]}, listening, Clock())
+    ring = FakeRing(a=[FIRST], b=[SECOND])
+    ring.held["c"] = (SECOND,)
+    place = standby(ring, ["c"])
+    ring.lose("b")
     place.reopen()
-    assert ring.addresses == ("a", "c")
+    assert ring.holders == {"a": [FIRST], "c": [SECOND]}
     assert place.recoveries == 1
-    ring.good, ring.lost_address = {"a", "b"}, "c"
-    listening.add("b")
+    ring.silent.clear()
+    ring.lose("c")
     place.reopen()
-    assert ring.addresses == ("a", "b")
+    assert ring.holders == {"a": [FIRST], "b": [SECOND]}
 
 
-def test_a_stage_that_hangs_still_listens_and_is_not_asked_first() -> None:
-    ring = FakeRing(["a", "b"], {"a", "c"}, "b")
-    standby(ring, {"b": ["c"]}, {"a", "b", "c"}, Clock()).reopen()
-    assert ring.tried == [("a", "c")]
+def test_a_stage_that_answers_and_does_not_compute_is_not_asked_first() -> None:
+    ring = FakeRing(a=[FIRST], b=[SECOND])
+    ring.held["c"] = (SECOND,)
+    place = standby(ring, ["c"])
+    ring.lose("b", silent=False)
+    place.reopen()
+    assert ring.did == ["a c"]
 
 
 def test_a_spare_that_does_not_do_is_passed_over_for_the_next() -> None:
-    ring = FakeRing(["a", "b"], {"a", "d"}, "b")
-    standby(ring, {"b": ["c", "d"]}, {"a", "c", "d"}, Clock()).reopen()
-    assert ring.tried == [("a", "c"), ("a", "d")]
+    ring = FakeRing(a=[FIRST], b=[SECOND])
+    ring.held |= {"c": (SECOND,), "d": (SECOND,)}
+    place = standby(ring, ["c", "d"])
+    ring.lose("b")
+    ring.bad.add("c")
+    place.reopen()
+    assert ring.did == ["a c", "a d"]
 
 
 def test_two_stages_lost_at_once_are_replaced_together() -> None:
-    ring = FakeRing(["a", "b"], {"c", "d"}, "b")
-    standby(ring, {"a": ["c"], "b": ["d"]}, {"c", "d"}, Clock()).reopen()
-    assert ring.addresses == ("c", "d")
-    assert len(ring.tried) == 1
-
-
-def test_without_a_spare_it_waits_for_the_stage_itself_and_not_for_ever() -> None:
-    clock = Clock()
-    ring = FakeRing(["a", "b"], {"a"}, "b")
-    listening = {"a"}
-    place = standby(ring, {}, listening, clock)
-    with pytest.raises(StageLostError, match="cannot connect"):
-        place.reopen()
-    assert 5.0 < clock.time < 6.0
-    listening.add("b")
-    ring.good.add("b")
+    ring = FakeRing(a=[FIRST], b=[SECOND])
+    ring.held |= {"c": (FIRST,), "d": (SECOND,)}
+    place = standby(ring, ["c", "d"])
+    ring.silent.add("a")
+    ring.lose("b")
     place.reopen()
-    assert ring.addresses == ("a", "b")
+    assert ring.did == ["c d"]
+
+
+def test_a_process_in_reserve_loads_what_is_lost_before_a_stage_does() -> None:
+    ring = FakeRing(a=[FIRST], b=[SECOND], r=[])
+    ring.room["a"] = 2
+    place = standby(ring, ["r"])
+    ring.lose("b")
+    place.reopen()
+    assert ring.did == ["r loads layers 2-3", "a r"]
+    assert ring.holders == {"a": [FIRST], "r": [SECOND]}
+
+
+def test_the_stage_with_room_takes_more_layers_and_gives_them_back() -> None:
+    ring = FakeRing(a=[FIRST], b=[SECOND])
+    ring.room["a"] = 2
+    place = standby(ring, [])
+    ring.lose("b")
+    place.reopen()
+    assert ring.did == ["a loads layers 0-1, layers 2-3", "a"]
+    ring.silent.clear()
+    ring.lose("a", silent=False)  # for whatever reason: b is back, and holds fewer layers
+    place.reopen()
+    assert ring.holders == {"a": [FIRST], "b": [SECOND]}
+
+
+def test_what_a_process_in_reserve_does_not_need_any_more_makes_room() -> None:
+    ring = FakeRing(a=[FIRST], b=[SECOND], r=[])
+    place = standby(ring, ["r"])
+    ring.lose("b")
+    place.reopen()
+    ring.silent.clear()  # b is back
+    ring.lose("r", silent=False)
+    place.reopen()
+    assert ring.holders == {"a": [FIRST], "b": [SECOND]}
+    ring.lose("a")
+    place.reopen()
+    assert ring.did[-2:] == ["r loads layers 0-1", "b r"]
+
+
+def test_a_process_in_reserve_that_was_started_again_loads_again() -> None:
+    ring = FakeRing(a=[FIRST], b=[SECOND], r=[])
+    place = standby(ring, ["r"])
+    ring.lose("b")
+    place.reopen()
+    ring.held["r"] = ()
+    ring.lose("r", silent=False)
+    place.reopen()
+    assert ring.holders == {"a": [FIRST], "r": [SECOND]}
+
+
+def test_without_room_it_waits_for_the_stage_itself_and_not_for_ever() -> None:
+    clock, ring = Clock(), FakeRing(a=[FIRST], b=[SECOND])
+    place = standby(ring, [], clock)
+    ring.lose("b")
+    with pytest.raises(StageLostError, match=r"layers 2-3: lost, .* take them over: stage a: .*too much") as caught:
+        place.reopen()
+    assert caught.value.hint == "start it again: linkcpp stage MODEL --layers 2:4 --listen b"
+    assert 5.0 < clock.time < 6.0
+    ring.silent.clear()
+    place.reopen()
+    assert ring.holders == {"a": [FIRST], "b": [SECOND]}
+
+
+def test_time_to_load_is_no_time_to_wait() -> None:
+    clock, ring = Clock(), FakeRing(a=[FIRST], b=[SECOND], r=[], s=[])
+    place = standby(ring, ["r", "s"], clock)
+    ring.lose("b")
+    ring.bad |= {"r"}
+    load = ring.assign
+
+    def assign(address: str, ranges: Sequence[LayerRange]) -> None:
+        clock.sleep(100)
+        load(address, ranges)
+
+    ring.assign = assign
+    place.reopen()
+    assert ring.did == ["r loads layers 2-3", "a r", "s loads layers 2-3", "a s"]
 
 
 # --- with processes ------------------------------------------------------------------------------------------------
@@ -214,6 +312,64 @@ def test_a_killed_stage_is_replaced_by_its_spare_in_the_middle_of_an_answer(
         spare = next(found for found in processes.running if found.name == "spare-2")
         assert backbone.ring.addresses[1] == spare.address
     assert answers == alone(path, prompts, 200)
+
+
+def test_a_process_without_layers_loads_those_of_a_killed_stage(synthetic: Callable[[str], Path]) -> None:
+    path = synthetic("llama")
+    plan = Deployment(
+        model=str(path),
+        context=256,
+        sequences=2,
+        stages=stages((0, 2, 4)),
+        spares=(StageEntry("reserve", (), ANY, memory="2GB"),),
+    )
+    with (
+        DeployedProcesses(plan, path, threads=1) as processes,
+        open_ring(path, processes.deployment, patience=30) as backbone,
+    ):
+        prompts = [prompt(backbone.model.n_vocab, 40, 1), prompt(backbone.model.n_vocab, 9, 2)]
+        found = {process.name: process for process in processes.running}
+        with backbone.gateway() as gateway:
+            answers = ask(gateway, prompts, 100, lambda: os.kill(found["stage-1"].pid, signal.SIGKILL))
+        assert backbone.ring.holders == {
+            found["reserve"].address: (LayerRange(0, 2),),
+            found["stage-2"].address: (LayerRange(2, 4),),
+        }
+    assert answers == alone(path, prompts, 100)
+
+
+def test_a_stage_with_room_takes_the_layers_of_a_killed_one_and_another_says_what_is_missing(
+    synthetic: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three losses: one that a stage makes up for, one that none can, and the request after the stage is back."""
+    monkeypatch.setattr("orchestrator.workers.deployment.RESTART_SECONDS", 0.0)
+    path = synthetic("llama")
+    first, second = stages((0, 2, 4))
+    plan = Deployment(
+        model=str(path), context=256, stages=(replace(first, memory="1MB"), replace(second, memory="2GB"))
+    )
+    with (
+        DeployedProcesses(plan, path, threads=1) as processes,
+        open_ring(path, processes.deployment, patience=0.5) as backbone,
+    ):
+        prompts = [prompt(backbone.model.n_vocab, 40, 1)]
+        expected = alone(path, prompts, 60)
+        with backbone.gateway() as gateway:
+
+            def kill(name: str) -> None:
+                os.kill(next(found.pid for found in processes.running if found.name == name), signal.SIGKILL)
+
+            assert ask(gateway, prompts, 60, lambda: kill("stage-1")) == expected
+            assert list(backbone.ring.holders.values()) == [(LayerRange(0, 2), LayerRange(2, 4))]
+            said: list[str] = []
+            processes.tend(said.append)
+            assert "stage-1 runs again" in said[-1]
+            with pytest.raises(StageLostError, match=r"layers 2-3: lost, .*layers 2-3 need .* more memory") as caught:
+                ask(gateway, prompts, 60, lambda: kill("stage-2"))
+            assert "--layers 2:4 --listen 127.0.0.1:" in str(caught.value.hint)
+            processes.tend(said.append)
+            assert ask(gateway, prompts, 60, lambda: None) == expected
+        assert sorted(backbone.ring.holders.values()) == [(LayerRange(0, 2),), (LayerRange(2, 4),)]
 
 
 def test_without_a_spare_the_answer_waits_until_the_stage_is_started_again(

@@ -29,7 +29,7 @@ from orchestrator.types import Contract, EngineIdentity
 from orchestrator.wire.messages import SUPPORTED, Hello
 from orchestrator.wire.ring_messages import Attach, Purpose
 from tests.faults import Faults
-from tests.ring_net import IDENTITY, Net, net
+from tests.ring_net import IDENTITY, Net, net, replace
 from tests.ring_twin import N_LAYER, N_VOCAB, Output, facts, twin_pipeline
 from tests.test_workers_server import OWNERSHIP, TwinCompute, Worker
 
@@ -287,7 +287,7 @@ def test_a_cancelled_step_is_dropped_by_the_stages_that_have_not_begun_it(net: N
         numbers = [ring.submit(one_sequence([2], 1 + i)) for i in range(3)]
         assert running.wait(5)
         assert ring.cancel(numbers[0])
-        while not net.servers["s1"].service.hops[0]._cancelled:
+        while not net.layers["s1"].hops[0]._cancelled:
             time.sleep(0.001)
         net.stages["s0"][0].before_decode = lambda _batch: None
         go_on.set()
@@ -322,9 +322,9 @@ def test_a_killed_stage_is_named_and_replaced_and_the_story_goes_on(net: Net, na
         with pytest.raises(StageLostError):
             ring.submit(one_sequence([4], 3))
         with pytest.raises(LinkcppError):
-            ring.replace(name, name)  # it is still gone
+            replace(ring, {name: name})  # it is still gone
         assert ring.broken is not None
-        ring.replace(name, spare)
+        replace(ring, {name: spare})
         assert ring.lost_address is None
         assert list(story(ring)) == list(story(twin_pipeline(())))
 
@@ -341,10 +341,10 @@ def test_two_stages_lost_at_once_are_found_one_after_the_other(net: Net):
         first = ring.lost_address
         assert first in ("s0", "s2")
         with pytest.raises(StageLostError):
-            ring.replace(first, spares[first])
+            replace(ring, {first: spares[first]})
         second = ring.lost_address
         assert {first, second} == {"s0", "s2"}
-        ring.replace_all({name: spares[name] for name in (first, second)})
+        replace(ring, {name: spares[name] for name in (first, second)})
         assert list(story(ring)) == list(story(twin_pipeline(())))
 
 
@@ -361,10 +361,10 @@ def test_a_spare_that_is_no_good_leaves_the_place_open(net: Net):
         ring.collect()
         for spare, error in ((wrong, InputError), (alien, StageRefusedError), (gone, StageLostError)):
             with pytest.raises(error):
-                ring.replace("s1", spare)
+                replace(ring, {"s1": spare})
             assert ring.broken is not None
-            assert ring.lost_address == "s1"
-        ring.replace("s1", good)
+            assert ring.lost_address == ("gone" if spare == gone else "s1")
+        replace(ring, {"s1": good})
         assert list(story(ring)) == list(story(twin_pipeline(())))
 
 
@@ -406,7 +406,7 @@ def test_a_stage_that_computes_without_end_is_found_by_deadline(net: Net, index:
         assert "nothing came round for 0.3 s, and it computes on" in str(error)
         assert ring.lost_address == f"s{index}"
         net.stages[f"s{index}"][0].before_decode = lambda _batch: None
-        ring.replace(f"s{index}", f"s{index}")  # it is well again
+        replace(ring, {f"s{index}": f"s{index}"})  # it is well again
         assert list(story(ring)) == list(story(twin_pipeline(())))
 
 
@@ -455,7 +455,7 @@ def test_a_broken_way_between_two_stages_loses_the_one_behind(net: Net, faults: 
         assert ring.lost_address == "s1"
         with pytest.raises(StageLostError, match=text):
             raise ends[-1].error
-        ring.replace("s1", "s1")
+        replace(ring, {"s1": "s1"})
         assert list(story(ring)) == list(story(twin_pipeline(())))
 
 

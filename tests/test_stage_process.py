@@ -29,6 +29,7 @@ from orchestrator.types import FloatArray
 from orchestrator.workers.local import LocalWorkers
 from orchestrator.workers.local_stages import LocalStages
 from tests.ring_models import batches, decode_all, same, tokens_of, whole
+from tests.ring_net import replace
 
 ROOT = Path(__file__).parent.parent
 SIZES = StageSizes(n_ctx=256)
@@ -187,7 +188,7 @@ class Site:
             self.used[index] = 1 - self.used[index]
             changes[lost] = self.addresses[index]
             with contextlib.suppress(StageLostError):
-                ring.replace_all(changes)
+                replace(ring, changes)
         for group, index in gone:
             self.groups[group].kill(index)
             self.groups[group].restart(index)

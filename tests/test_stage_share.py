@@ -19,6 +19,7 @@ from orchestrator.models.deployment import Deployment, StageEntry, WorkerEntry, 
 from orchestrator.models.gguf import GgufFile
 from orchestrator.models.gguf_manifest import is_expert_tensor
 from orchestrator.ring.client import Ring
+from orchestrator.ring.layout import LayerRange
 
 ROOT = Path(__file__).parent.parent
 ANY = "127.0.0.1:0"
@@ -77,6 +78,37 @@ def test_each_stage_downloads_its_own_layers_only(
     assert "output.weight" not in inner
     assert not any(map(is_expert_tensor, inner))
     assert "token_embd.weight" not in inner
+
+
+def test_a_process_in_reserve_downloads_the_layers_that_it_takes_over(
+    synthetic: Callable[[str], Path], folders: Path
+) -> None:
+    path = synthetic("llama")
+    file = GgufFile.open(path)
+    (folders / "served" / "model.gguf").symlink_to(path)
+    with whole(path, StageSizes(n_ctx=256)) as context:
+        tokens = tokens_of(context.model.n_vocab, 44)
+        expected = decode_all(context, list(batches(tokens, (40,), context.n_batch)))
+    with serving(folders / "served") as server:
+        plan = Deployment(
+            model=server.url("model.gguf"),
+            context=256,
+            stages=(StageEntry("stage-1", ((0, 2),), ANY), StageEntry("stage-2", ((2, 4),), ANY)),
+            spares=(StageEntry("reserve", (), ANY),),
+        )
+        with deploy("--local", written(folders / "d.toml", plan)) as deployed:
+            found = read_deployment(Path(str(deployed.ready["deployment"])))
+            one, two = (stage.address for stage in found.stages)
+            reserve = found.spares[0].address
+            with Ring([one, two], identity=engine_identity(), model_sha256=file.header_sha256) as ring:
+                before = server.total_sent
+                ring.assign(reserve, [LayerRange(2, 4)])
+                ring.rearrange({one: None, reserve: None})
+                got = [ring.decode(batch) for batch in batches(tokens, (40,), ring.facts.n_batch)]
+        fetched = server.total_sent - before
+    assert same(got, expected)
+    others = sum(entry.n_bytes for name, entry in file.manifest.items() if name.startswith(("blk.0.", "blk.1.")))
+    assert 0 < fetched < 1.1 * (file.n_bytes - others) + 4 * (file.headers[0].data_at + 8192)
 
 
 def test_a_stage_of_a_model_that_is_not_there_says_so(folders: Path) -> None:

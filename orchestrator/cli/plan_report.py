@@ -20,7 +20,11 @@ STAR_COLUMNS: Final = ("process", "machine", "experts", "weights", "memory", "sh
 def ring_deployment(
     path: Path, plan: RingPlan, reserve: Sequence[Node], n_ctx: int, port: int, threads: int | None
 ) -> tuple[Deployment, list[str]]:
-    """Give every stage an address, and the machines in reserve the stages that they have room for; and say so."""
+    """Give every stage an address, and the machines in reserve what they have room for; and say so.
+
+    That is a copy of every stage where all fit, which can take a place at once, and else a process without layers
+    that loads those of a stage that is lost.
+    """
     ports: dict[str, int] = {}
     stages: list[StageEntry] = []
     gateway = GatewayEntry()
@@ -32,16 +36,24 @@ def ring_deployment(
         stages.append(StageEntry(f"stage-{len(stages) + 1}", stage.ranges, address, stage.node.name, threads))
     spares: list[StageEntry] = []
     lines = []
+    outer = [stage for stage in plan.stages if not stage.is_gateway]
+
+    def reserved(node: Node, layers: tuple[tuple[int, int], ...], memory: str | None = None) -> StageEntry:
+        name = f"spare-{len(spares) + 1}"
+        return StageEntry(name, layers, _address(node, ports, port), node.name, threads, memory)
+
     for node in reserve:
-        room, names = node.memory, []
-        for entry, stage in zip(stages, (stage for stage in plan.stages if not stage.is_gateway), strict=True):
-            if room is None or stage.memory <= room:
-                room = None if room is None else room - stage.memory
-                address = _address(node, ports, port)
-                spares.append(StageEntry(f"spare-{len(spares) + 1}", stage.ranges, address, node.name, threads))
-                names.append(entry.name)
-        held = ", ".join(names) or "no stage: its memory is too small for any"
-        lines.append(f"{node.name} stands in for {held}")
+        if node.memory is None or sum(stage.memory for stage in outer) <= node.memory:
+            for stage in outer:
+                spares.append(reserved(node, stage.ranges))
+            lines.append(f"{node.name} stands in for {', '.join(entry.name for entry in stages)}")
+            continue
+        fitting = [entry.name for entry, stage in zip(stages, outer, strict=True) if stage.memory <= node.memory]
+        if fitting:
+            spares.append(reserved(node, (), f"{node.memory // 1_000_000}MB"))
+            lines.append(f"{node.name} stands in for {' or '.join(fitting)}, and loads its layers once it is lost")
+        else:
+            lines.append(f"{node.name} stands in for no stage: its memory is too small for any")
     deployment = Deployment(str(path), n_ctx, plan.load.sequences, gateway, tuple(stages), tuple(spares))
     return deployment, lines
 

@@ -6,28 +6,27 @@ import json
 import os
 import socket
 import sys
-import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from orchestrator.cli.app import Terminal
 from orchestrator.cli.service import end_with_stdin, listen_on_loopback, stop_on_signals
-from orchestrator.cli.stage_file import stage_file
-from orchestrator.dispatch.dispatcher import Dispatcher
+from orchestrator.cli.stage_file import stage_file, tokenizer_file
+from orchestrator.config import parse_size
 from orchestrator.engine.context import INVARIANT_ROWS
 from orchestrator.engine.identity import engine_identity
-from orchestrator.engine.stage import StageContext, StageSizes
+from orchestrator.engine.stage import StageSizes
 from orchestrator.errors import InputError
-from orchestrator.models.gguf import GgufFile
-from orchestrator.ring.hop import Hop
-from orchestrator.ring.layout import merge, parse_layers
+from orchestrator.models.gguf_writer import Progress
+from orchestrator.ring.layout import LayerRange, merge, parse_layers
 from orchestrator.ring.profile import StageProfile
 from orchestrator.transport.base import parse_address
 from orchestrator.transport.unix import connector_of, is_unix, listener_of
-from orchestrator.types import Contract
+from orchestrator.workers.layers import StageLayers, StageOptions
 from orchestrator.workers.server import ServerLimits
-from orchestrator.workers.stage import StageService, report_defect
+from orchestrator.workers.stage import StageService
 from orchestrator.workers.stage_server import StageServer
 
 _STOCK_ROWS = 512
@@ -39,9 +38,9 @@ _STOCK_ROWS = 512
     "--layers",
     "ranges",
     multiple=True,
-    required=True,
     metavar="FIRST:END",
-    help="Layers to hold, like 12:24 for the layers 12 to 23; may be repeated.",
+    help="Layers to hold, like 12:24 for the layers 12 to 23; may be repeated."
+    " [default: none, until a gateway wants some here]",
 )
 @click.option(
     "--listen",
@@ -79,6 +78,12 @@ _STOCK_ROWS = 512
 @click.option(
     "--saved-mb", type=click.IntRange(0), default=1024, help="Most megabytes of saved sequences, for each range."
 )
+@click.option(
+    "--memory",
+    default=None,
+    metavar="SIZE",
+    help="What this process may fill for a gateway that wants layers here. [default: what is free]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 @click.option("--until-stdin-ends", is_flag=True, hidden=True)
 @click.pass_context
@@ -98,6 +103,7 @@ def command(
     repack: bool,
     name: str | None,
     saved_mb: int,
+    memory: str | None,
     as_json: bool,
     until_stdin_ends: bool,
 ) -> None:
@@ -106,6 +112,9 @@ def command(
     Weights are read and caches are made for these layers only, so a file with no others is enough, and of a model on
     a server (https://..., hf://...) only these layers are downloaded. All stages of a
     ring need the same model, --ctx, --sequences, --ubatch and --batch.
+
+    A gateway that has lost a stage may have another one hold its layers too, if there is the memory. Without --layers
+    a process waits for that, as a spare for any stage.
     """
     terminal: Terminal = ctx.obj
     if until_stdin_ends:
@@ -113,14 +122,32 @@ def command(
     if repack and batch_invariant:
         raise InputError("--repack adds in an order that depends on the batch", hint="add --no-batch-invariant")
     wanted = [parse_layers(text) for text in ranges]
-    path = stage_file(terminal, model, wanted, without_experts=bool(workers))
-    file = GgufFile.open(path)
-    layers = merge(wanted, file.n_layer)
+
+    def find(layers: Sequence[LayerRange], progress: Progress | None = None) -> Path:
+        return stage_file(terminal, model, layers, without_experts=bool(workers), progress=progress)
+
+    path = find(wanted) if wanted else tokenizer_file(terminal, model)
+    options = StageOptions(
+        name=name or socket.gethostname(),
+        identity=engine_identity(repack=repack),
+        sizes=StageSizes(
+            n_ctx,
+            n_sequences,
+            n_ubatch or (INVARIANT_ROWS if batch_invariant else _STOCK_ROWS),
+            n_batch,
+            batch_invariant,
+        ),
+        n_threads=threads or len(os.sched_getaffinity(0)),
+        repack=repack,
+        workers=workers,
+        timeout=timeout,
+        saved_limit=saved_mb << 20,
+        memory=None if memory is None else parse_size(memory, what="--memory"),
+    )
+    layers = StageLayers(path, find, options)
+    held = merge(wanted, layers.file.n_layer) if wanted else ()
     if workers:
-        file.require_moe()
-    n_threads = threads or len(os.sched_getaffinity(0))
-    rows = n_ubatch or (INVARIANT_ROWS if batch_invariant else _STOCK_ROWS)
-    sizes = StageSizes(n_ctx, n_sequences, rows, n_batch, batch_invariant)
+        layers.file.require_moe()
     # Before the weights are read, so that a taken port is known at once.
     listener = listen_on_loopback() if listen is None else listener_of(listen)
     place = listener.address
@@ -128,62 +155,18 @@ def command(
         terminal.error(
             f"warning: {place} is neither encrypted nor authenticated: whoever reaches it can use this stage"
         )
-    identity = engine_identity(repack=repack)
-    with ExitStack() as stack:
-        contexts: list[StageContext] = []
+    with layers:
         with terminal.progress(f"loading {path.name}") as progress:
-            for index, found in enumerate(layers):
-
-                def report(done: float, index: int = index) -> None:
-                    progress(index + done, float(len(layers)))
-
-                exchange = None
-                if workers:
-                    exchange = Dispatcher(
-                        workers,
-                        Contract.EXACT,
-                        identity,
-                        model_sha256=file.header_sha256,
-                        timeout=timeout,
-                        client=f"stage {found}",
-                    )
-                    stack.callback(exchange.close)
-                    exchange.connect()
-                context = StageContext.open(
-                    path, found, sizes, n_threads=n_threads, repack=repack, exchange=exchange, progress=report
-                )
-                stack.enter_context(context)
-                if exchange is not None:
-                    exchange.describe(context.descriptors)
-                contexts.append(context)
-        profile = StageProfile(
-            name=name or socket.gethostname(),
-            address="",
-            pid=os.getpid(),
-            n_threads=n_threads,
-            identity=identity,
-            model_sha256=file.header_sha256,
-            architecture=file.architecture,
-            facts=contexts[0].facts,
-            n_ubatch=contexts[0].n_ubatch,
-            batch_invariant=batch_invariant,
-            ranges=layers,
-        )
-        hops = [
-            Hop(context, clock=time.perf_counter_ns, saved_limit=saved_mb << 20, on_defect=report_defect)
-            for context in contexts
-        ]
-        server = StageServer(
-            StageService(hops, profile, connector_of), listener, limits=ServerLimits(), log=terminal.error
-        )
+            layers.load(path, held, progress)
+        server = StageServer(StageService(layers, connector_of), listener, limits=ServerLimits(), log=terminal.error)
         stop = stop_on_signals()
         server.start()
-        _announce(terminal, profile, server.address, path.name, workers, as_json=as_json)
+        _announce(terminal, layers.profile, server.address, path.name, workers, as_json=as_json)
         # Signals wake this wait; the period only bounds how long one could be missed that hit another thread.
         while not stop.wait(1.0):
             pass
         finished = server.drain()
-        for hop in hops:
+        for hop in layers.hops:
             terminal.error(f"{hop.layers}: {hop.steps} steps with {hop.tokens} tokens")
         if not finished:
             # The engine still computes and cannot be interrupted: freeing its memory under it would crash.
@@ -225,7 +208,7 @@ def _announce(
         terminal.console.file.write(json.dumps(ready) + "\n")
         terminal.console.file.flush()
         return
-    held = ", ".join(map(str, profile.ranges))
+    held = ", ".join(map(str, profile.ranges)) or "no layers yet, a spare for any"
     terminal.print(f"{profile.name}: {file_name} ({profile.architecture}), process {profile.pid}")
     terminal.print(f"holds {held} of {facts.n_layer}, for {facts.n_sequences} sequences of {facts.n_ctx} tokens")
     if workers:

@@ -8,6 +8,7 @@ from pathlib import Path
 from orchestrator.cli.app import Terminal
 from orchestrator.models.catalog import locate, resolve_model
 from orchestrator.models.gguf import GgufFile
+from orchestrator.models.gguf_writer import Progress
 from orchestrator.models.slices import Selection
 from orchestrator.ring.layout import LayerRange, merge
 
@@ -18,9 +19,16 @@ def is_remote(model: str) -> bool:
 
 
 def stage_file(
-    terminal: Terminal, model: str, ranges: Sequence[LayerRange], *, without_experts: bool = False
+    terminal: Terminal,
+    model: str,
+    ranges: Sequence[LayerRange],
+    *,
+    without_experts: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Return the model's file; of a model on a server a file with these layers only, downloaded where needed.
+
+    ``progress`` hears of a download, beside the terminal.
 
     Embeddings come with the first layers and the output with the last, which need the embeddings too where they are
     one. No known architecture uses either elsewhere; a graph that did would be refused by the tensor's name.
@@ -38,7 +46,7 @@ def stage_file(
         return Selection(layers=layers, without_experts=experts, without=without)
 
     name = " ".join(f"{found.first}:{found.last}" for found in ranges) + " without experts" * without_experts
-    return _local_or_share(terminal, model, choose, name)
+    return _local_or_share(terminal, model, choose, name, progress)
 
 
 def tokenizer_file(terminal: Terminal, model: str) -> Path:
@@ -47,11 +55,23 @@ def tokenizer_file(terminal: Terminal, model: str) -> Path:
     return _local_or_share(terminal, model, lambda _file: choose, "tokenizer")
 
 
-def _local_or_share(terminal: Terminal, model: str, choose: Callable[[GgufFile], Selection], name: str) -> Path:
+def _local_or_share(
+    terminal: Terminal,
+    model: str,
+    choose: Callable[[GgufFile], Selection],
+    name: str,
+    listener: Progress | None = None,
+) -> Path:
     location = locate(model)
     if isinstance(location, Path):
         return resolve_model(location)
     from orchestrator.models.fetch import fetch_share  # loads the HTTP client, which a local file does not need
 
-    with terminal.progress("fetching layers") as progress:
-        return fetch_share(location, choose, name=name, progress=progress, warn=terminal.error)
+    with terminal.progress("fetching layers") as show:
+
+        def both(done: float, total: float | None, note: str = "") -> None:
+            show(done, total, note)
+            if listener is not None:
+                listener(done, total, note)
+
+        return fetch_share(location, choose, name=name, progress=both, warn=terminal.error)

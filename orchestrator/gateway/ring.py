@@ -165,7 +165,7 @@ class RingBackend:
             self._recover(error)
         except LinkcppError as reason:
             logger.warning("the ring cannot be made whole: %s", reason)
-            failure = error
+            failure = reason
         self._lost.update(dict.fromkeys(tickets, failure))
 
     def _recover(self, error: LinkcppError) -> None:

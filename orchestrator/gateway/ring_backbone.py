@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final
 
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.exchange import DispatchStatistics, Measurement, WorkerStatistics
@@ -17,123 +15,22 @@ from orchestrator.engine.facts import ring_rows
 from orchestrator.engine.identity import engine_identity
 from orchestrator.engine.model import Model
 from orchestrator.engine.stage import StageContext, StageSizes
-from orchestrator.errors import LinkcppError, StageError
 from orchestrator.gateway.backend import Invariance
 from orchestrator.gateway.drafters.opening import NO_SPECULATION, SpeculationSettings
 from orchestrator.gateway.gateway import DEFAULT_LIMITS, Gateway
 from orchestrator.gateway.ring import RingBackend
 from orchestrator.gateway.scheduler import Limits
+from orchestrator.gateway.standby import PATIENCE_SECONDS, Standby
 from orchestrator.gateway.state import Observer
 from orchestrator.models.caches import layer_caches
 from orchestrator.models.deployment import Deployment
 from orchestrator.models.gguf import GgufFile
 from orchestrator.ring.client import Ring
 from orchestrator.ring.layout import LayerRange
-from orchestrator.transport.base import parse_address
-from orchestrator.transport.tcp import connect
 from orchestrator.types import Contract, EngineIdentity, Ownership
-
-logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 5.0
 """How long a step may take to end once the gateway closes; then its connections are closed under it."""
-
-PATIENCE_SECONDS: Final = 60.0
-"""How long requests wait for a lost stage, or a spare in its place, before they fail."""
-
-_TRY_SECONDS: Final = 2.0
-_PAUSE_SECONDS: Final = 0.2
-
-
-class ReplaceableRing(Protocol):
-    """The part of :class:`orchestrator.ring.client.Ring` that a standby uses."""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where the stages are that the ring uses now."""
-
-    @property
-    def broken(self) -> LinkcppError | None:
-        """Why no more steps are taken, None while they are."""
-
-    @property
-    def lost_address(self) -> str | None:
-        """The address of the stage that broke the ring."""
-
-    def replace_all(self, spares: Mapping[str, str]) -> object:
-        """Put processes in the places of others, and begin with empty sequences."""
-
-
-class Standby:
-    """Makes a ring whole again: by the lost stage started anew, or by a spare that holds the same layers.
-
-    ``spares`` has the other processes for each address of the ring; a stage that was replaced becomes one of them.
-    ``patience`` in seconds is how long :meth:`reopen` tries.
-    """
-
-    def __init__(
-        self,
-        ring: ReplaceableRing,
-        spares: Mapping[str, Sequence[str]],
-        *,
-        patience: float = PATIENCE_SECONDS,
-        reachable: Callable[[str], bool] | None = None,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._ring = ring
-        # Who can take each place, the preferred one first.
-        self._places = [[address, *spares.get(address, ())] for address in ring.addresses]
-        self._patience = patience
-        self._reachable = reachable or _is_reachable
-        self._now = now
-        self._sleep = sleep
-        self.recoveries = 0
-
-    def reopen(self) -> None:
-        """Replace what is lost, with empty sequences; waits for a stage that is started again.
-
-        Raises:
-            LinkcppError: what stood in the way last, once the patience is over.
-        """
-        begin = self._now()
-        suspect = self._ring.lost_address
-        if self._ring.broken is not None:
-            logger.warning("%s", self._ring.broken)
-        if suspect is not None:  # not again at once: a process that hangs still takes connections
-            self._put_behind(suspect)
-        while True:
-            changes: dict[str, str] = {}
-            for address, place in zip(self._ring.addresses, self._places, strict=True):
-                chosen = next((other for other in place if self._reachable(other)), place[0])
-                if chosen != address:
-                    changes[address] = chosen
-            try:
-                self._ring.replace_all(changes)
-            except StageError as error:
-                if self._now() - begin > self._patience:
-                    raise
-                logger.info("not yet: %s", error)
-                culprit = next((a for place in self._places for a in place if f"({a})" in error.stage), None)
-                culprit = culprit or next((a for place in self._places for a in place if a == error.stage), suspect)
-                if culprit is not None:
-                    self._put_behind(culprit)
-                self._sleep(_PAUSE_SECONDS)
-                continue
-            for address, place in zip(self._ring.addresses, self._places, strict=True):
-                place.remove(address)
-                place.insert(0, address)
-            self.recoveries += 1
-            moved = "".join(f", {new} in place of {old}" for old, new in changes.items())
-            logger.warning("the ring is whole again after %.1f s%s", self._now() - begin, moved)
-            return
-
-    def _put_behind(self, address: str) -> None:
-        """Prefer all others for the place of this address."""
-        for place in self._places:
-            if address in place:
-                place.remove(address)
-                place.append(address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,14 +196,10 @@ def open_ring(
         undo.callback(ring.close)
         ring.open()
         undo.pop_all()
-    spares = {
-        stage.address: [spare.address for spare in deployment.spares if spare.layers == stage.layers]
-        for stage in deployment.stages
-    }
     return RingBackbone(
         model=model,
         ring=ring,
-        standby=Standby(ring, spares, patience=patience),
+        standby=Standby(ring, [spare.address for spare in deployment.spares], patience=patience),
         local=tuple(local),
         dispatchers=tuple(dispatchers),
         identity=identity,
@@ -315,11 +208,3 @@ def open_ring(
         n_ubatch=max(rows // deployment.sequences * deployment.sequences, deployment.sequences),
         fingerprint=f"{file.header_sha256} {identity.build} {identity.isa} ring",
     )
-
-
-def _is_reachable(address: str) -> bool:
-    try:
-        connect(parse_address(address), _TRY_SECONDS).close()
-    except LinkcppError:
-        return False
-    return True

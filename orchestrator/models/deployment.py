@@ -18,7 +18,8 @@
     threads = 8                       # default: all cores
 
     [[spare]]                         # takes the place of a stage with the same layers
-    layers = "2:24"
+    layers = "2:24"                   # default: none, it loads those of a stage that is lost
+    memory = "64GB"                   # what it, or a stage, may fill with layers of others (default: what is free)
     address = "192.168.0.13:7101"
 
     [[worker]]                        # experts, for the stage named, or for the gateway where none is
@@ -41,7 +42,7 @@ from typing import Final
 
 import tomlkit
 
-from orchestrator.config import load_toml
+from orchestrator.config import load_toml, parse_size
 from orchestrator.errors import ConfigError
 from orchestrator.types import parse_ranges
 
@@ -54,8 +55,8 @@ _RANGE: Final = re.compile(r"\s*(\d{1,5}):(\d{1,5})\s*")
 _TOP: Final = ("model", "context", "sequences", "gateway", "stage", "spare", "worker")
 _KEYS: Final = {
     "gateway": ("layers", "node", "threads"),
-    "stage": ("name", "layers", "address", "node", "threads"),
-    "spare": ("name", "layers", "address", "node", "threads"),
+    "stage": ("name", "layers", "address", "node", "threads", "memory"),
+    "spare": ("name", "layers", "address", "node", "threads", "memory"),
     "worker": ("name", "experts", "layers", "address", "node", "threads", "stage"),
 }
 
@@ -71,13 +72,17 @@ class GatewayEntry:
 
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """A stage process, or a spare one: its ranges of layers and where it listens."""
+    """A stage process, or a spare one: its ranges of layers and where it listens.
+
+    A spare without layers loads what is lost. ``memory`` is a size, and bounds what either takes over.
+    """
 
     name: str
     layers: tuple[Range, ...]
     address: str
     node: str = ""
     threads: int | None = None
+    memory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,12 @@ def write_deployment(path: Path, deployment: Deployment, comments: Sequence[str]
         for entry in entries:
             tables.append(
                 _table(
-                    {"name": entry.name, "layers": format_layers(entry.layers), "address": entry.address},
+                    {
+                        "name": entry.name,
+                        "layers": format_layers(entry.layers),
+                        "memory": entry.memory,
+                        "address": entry.address,
+                    },
                     entry.node,
                     entry.threads,
                 )
@@ -227,6 +237,16 @@ class _Place:
             raise self.wrong(f"{where}: {key} must be a whole number from 1 on")
         return int(value)
 
+    def size(self, table: Mapping[str, object], key: str, where: str) -> str | None:
+        text = self.text(table, key, where, default="")
+        if not text:
+            return None
+        try:
+            parse_size(text, what=key)
+        except ConfigError as error:
+            raise self.wrong(f"{where}: {error}", hint=error.hint) from error
+        return text
+
     def ranges(self, table: Mapping[str, object], where: str) -> tuple[Range, ...]:
         found: list[Range] = []
         for part in self.text(table, "layers", where).split(","):
@@ -262,10 +282,11 @@ def _stages(place: _Place, document: Mapping[str, object], key: str) -> list[Sta
     return [
         StageEntry(
             place.text(table, "name", where, default=f"{key}-{index}"),
-            place.ranges(table, where),
+            () if key == "spare" and "layers" not in table else place.ranges(table, where),
             place.address(table, where),
             place.text(table, "node", where, default=""),
             place.number(table, "threads", where),
+            place.size(table, "memory", where),
         )
         for index, (where, table) in enumerate(place.tables(document, key), 1)
     ]
@@ -322,7 +343,7 @@ def _check(place: _Place, deployment: Deployment) -> None:
         if first > reached:
             raise place.wrong(f"nobody holds the layers {reached}:{first}")
         reached, before = last, name
-    ranges = {entry.layers for entry in stages}
+    ranges = {(), *(entry.layers for entry in stages)}
     idle = next((spare for spare in deployment.spares if spare.layers not in ranges), None)
     if idle is not None:
         raise place.wrong(

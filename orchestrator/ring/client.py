@@ -6,8 +6,8 @@ stage that it writes to may be waiting for room in the one behind. No stage is a
 
 A stage is lost when its connection ends, when another cannot reach it, or when nothing has come round for the
 timeout and a probe finds it to be the one that does not go on. Its caches are lost with it, so the ring is broken
-as a whole: :meth:`Ring.replace` puts another process in its place and begins with empty sequences, which the client
-fills again (``replay.py``).
+as a whole: :meth:`Ring.rearrange` lets other processes compute its layers and begins with empty sequences, which the
+client fills again (``replay.py``).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Ring(Driver):
     ) -> None:
         if not addresses and not local:
             raise InputError("a ring needs at least one stage")
-        self._addresses = list(addresses)
+        self._holders: dict[str, Sequence[LayerRange] | None] = dict.fromkeys(addresses)
         self._opener = Opener(
             local,
             identity,
@@ -111,6 +111,7 @@ class Ring(Driver):
         )
         self._timeout = timeout
         self._now = now
+        self._used: Mapping[str, tuple[LayerRange, ...]] = {}
         self._index_of: dict[int, int] = {}  # where in the ring the range that begins at a layer is
         self._inbox: deque[Item] = deque()
         self._last_progress = 0.0
@@ -141,7 +142,7 @@ class Ring(Driver):
         opener = self._opener
         opener.close("the ring is opened anew")
         try:
-            facts = opener.open(self._addresses)
+            facts = opener.open(self._holders)
             if self._was_open and self._state.facts != facts:
                 raise InputError("the stages have other sizes than before", hint="start a new ring")
         except BaseException as error:
@@ -157,45 +158,59 @@ class Ring(Driver):
         self._inbox.clear()
         self.lost_stage = self._lost_address = None
         self._last_progress = self._now()
+        self._used = {
+            place.address: tuple(hop.layers for hop in self._hops if hop.place is place) for place in self._places
+        }
         return facts
 
-    def replace(self, address: str, spare: str) -> RingFacts:
-        """Put the process at ``spare`` in the place of the one at ``address``; see :meth:`replace_all`."""
-        return self.replace_all({address: spare})
+    def rearrange(self, holders: Mapping[str, Sequence[LayerRange] | None]) -> RingFacts:
+        """Let these stages compute these of their ranges (None: all), and begin with empty sequences.
 
-    def replace_all(self, spares: Mapping[str, str]) -> RingFacts:
-        """Put processes in the places of others (address -> spare), and begin with empty sequences.
-
-        A spare must hold the same layers, and may be the same process, started again. Completions that were not
-        collected stay to be collected.
-
-        On an error the ring stays broken with the addresses that it had, and this may be called again;
-        :attr:`lost_address` is then the place that is at fault, which may be another one that was lost too.
+        What is in flight is lost. Completions that were not collected stay to be collected. On an error the ring
+        stays broken with the stages that it had, :attr:`lost_address` is the one at fault, and this may be called
+        again.
         """
-        for address in spares:
-            if address not in self._addresses:
-                raise InputError(f"the ring has no stage at {address}")
         if self._places and self._state.broken is None and self._state.oldest is not None:
-            self._break(StageLostError("is replaced", stage=", ".join(spares)), None)
-        before = list(self._addresses)
-        self._addresses = [spares.get(address, address) for address in before]
+            self._break(StageLostError("is replaced", stage="of a ring that is rearranged"), None)
+        before, self._holders = self._holders, dict(holders)
         try:
             return self.open()
         except LinkcppError as error:
-            self._addresses = before
-            if self._lost_address not in before:
-                self._lost_address = next((old for old, new in spares.items() if new == self._lost_address), None)
+            self._holders = before
             self._state.lost(error)
             raise
+
+    def look(self, address: str) -> tuple[LayerRange, ...] | None:
+        """Ask a process beside the ring, or in it, what it holds; None where it does not answer or does not fit."""
+        return self._opener.look(address)
+
+    def assign(self, address: str, ranges: Sequence[LayerRange]) -> None:
+        """Have a process hold exactly these ranges; the ring must be broken, and its connections are closed.
+
+        Raises:
+            StageRefusedError: it has no room for them, in words, or cannot load them.
+            StageLostError: it is gone, or was silent for the timeout while it loaded.
+        """
+        self._opener.close("layers move")
+        try:
+            self._opener.assign(address, ranges, self._timeout)
+        except StageLostError:
+            self._lost_address = address
+            raise
+
+    @property
+    def holders(self) -> Mapping[str, tuple[LayerRange, ...]]:
+        """The addresses of the stages and the ranges that the ring lets each compute."""
+        return self._used
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where the stages are that the ring uses now."""
-        return tuple(self._addresses)
+        return tuple(self._holders)
 
     @property
     def lost_address(self) -> str | None:
-        """The address of the stage that broke the ring, for :meth:`replace`; None while it is whole."""
+        """The address of the stage that broke the ring, for :meth:`rearrange`; None while it is whole."""
         return self._lost_address
 
     def check(self) -> LinkcppError | None:

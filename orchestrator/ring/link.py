@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from orchestrator.errors import FleetError, ProtocolError, StageLostError, StageRefusedError
 from orchestrator.ring.items import Item
 from orchestrator.transport.base import Buffer, Connector, Link, LinkTimeoutError
 from orchestrator.wire.connection import Connection
 from orchestrator.wire.messages import Goodbye, Hello, Message, Ping, Pong, Refuse, Welcome
-from orchestrator.wire.ring_messages import Accepted, Attach, Cancel, Probe, Route, StageWelcome, Step
+from orchestrator.wire.ring_messages import (
+    Accepted,
+    Assign,
+    Assigning,
+    Attach,
+    Cancel,
+    Probe,
+    Route,
+    StageWelcome,
+    Step,
+)
 from orchestrator.wire.state import Role
+
+_ASSIGN_MINOR: Final = 1  # the protocol's version that brought it
 
 
 class StageLink:
@@ -61,8 +74,17 @@ class StageLink:
         """Give the open link's descriptor."""
         return self._need().fileno()
 
-    def request(self, message: Attach | Route, deadline: float) -> None:
+    @property
+    def can_assign(self) -> bool:
+        """Tell whether both sides know :class:`Assign`."""
+        return self._connection.minor >= _ASSIGN_MINOR
+
+    def request(
+        self, message: Attach | Route | Assign, deadline: float, extend: Callable[[], float] | None = None
+    ) -> None:
         """Ask and wait until it is accepted; nothing else may be on the way.
+
+        ``extend`` gives a new deadline each time the stage says that it is still at it.
 
         Raises:
             StageRefusedError: the stage refuses, in words.
@@ -72,7 +94,8 @@ class StageLink:
             self._need().send(self._connection.send(message), deadline)
         except FleetError as error:
             raise self.lost(error) from error
-        reply = self.receive(deadline)
+        while isinstance(reply := self.receive(deadline), Assigning) and extend is not None:
+            deadline = extend()
         if isinstance(reply, Refuse):
             raise StageRefusedError(f"refused ({reply.code.name.lower()}): {reply.text}", stage=self.name)
         if not isinstance(reply, Accepted) or reply.sequence != message.sequence:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from orchestrator.errors import InputError, StageRefusedError
+from orchestrator.errors import InputError, StageError, StageRefusedError
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.layout import LayerRange, tile
 from orchestrator.ring.link import StageLink
@@ -17,10 +17,13 @@ from orchestrator.transport.base import Connector, parse_address
 from orchestrator.transport.unix import connector_of, is_unix
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import SUPPORTED, Hello
-from orchestrator.wire.ring_messages import Attach, Probed, Purpose, Route
+from orchestrator.wire.ring_messages import Assign, Attach, Probed, Purpose, Route
 
 _REQUEST_SECONDS: Final = 30.0
 """Longest wait for a stage to open the ring, and to reach the one behind it."""
+
+_LOOK_SECONDS: Final = 2.0
+"""Longest wait for a process that is only asked what it holds."""
 
 
 class Place:
@@ -84,28 +87,31 @@ class Opener:
         self._connector = connector
         self._now = now
         self._requests = 0
+        self._reference: StageProfile | None = None  # one of the ring as it was opened last
 
-    def open(self, addresses: Sequence[str]) -> RingFacts:
-        """Fill :attr:`places` and :attr:`hops`; see :meth:`orchestrator.ring.client.Ring.open` for what it raises.
+    def open(self, holders: Mapping[str, Sequence[LayerRange] | None]) -> RingFacts:
+        """Fill :attr:`places` and :attr:`hops` with these ranges of the stages (None: all that one holds).
 
-        After an error :meth:`close` gives back what was opened.
+        See :meth:`orchestrator.ring.client.Ring.open` for what it raises. After an error :meth:`close` gives back
+        what was opened.
         """
         self.trying = None
         self.hops = []
-        self.places = [Place(address, self._connector(address)) for address in addresses]
-        hello = Hello(SUPPORTED, self._identity, client=self._client)
+        self.places = [Place(address, self._connector(address)) for address in holders]
+        hello = self._hello()
         profiles = self._greet(hello)
         self.trying = None
         facts = agree(profiles)
         for profile in profiles:
             self._check(profile)
-        self._order(facts)
+        self._order(facts, holders)
         secret = os.urandom(16).hex()
         self._attach(secret)
         self._route()
         self._feed(hello, secret)
         for own in self.local:
             own.clear()
+        self._reference = profiles[0]
         return facts
 
     def close(self, text: str) -> None:
@@ -116,6 +122,46 @@ class Opener:
                 hop.feed = None
         for place in self.places:
             place.control.close(text)
+
+    def look(self, address: str) -> tuple[LayerRange, ...] | None:
+        """Ask a process which ranges it holds; None where it does not answer soon, or could not be of this ring."""
+        link = StageLink(self._connector(address), address)
+        try:
+            profile = profile_of(link.open(self._hello(), _LOOK_SECONDS, self._now() + _LOOK_SECONDS), address)
+            self._check(profile)
+            if self._reference is not None:
+                agree([self._reference, profile])
+        except StageError:
+            return None
+        finally:
+            link.close("only looked")
+        return profile.ranges
+
+    def assign(self, address: str, ranges: Sequence[LayerRange], timeout: float) -> None:
+        """Have a process that no ring uses hold exactly these ranges; what it holds outlives the connection.
+
+        The timeout in seconds is for each sign of life while it loads.
+
+        Raises:
+            StageRefusedError: it has no room for them, in words, or cannot load them.
+            StageLostError: it is gone, or has gone silent.
+        """
+        self.trying = address
+        link = StageLink(self._connector(address), address)
+        try:
+            link.open(self._hello(), self._timeout, self._now() + self._timeout)
+            if not link.can_assign:
+                raise StageRefusedError("speaks a version in which layers cannot be assigned", stage=link.name)
+            attach = Attach(self._number(), Purpose.CONTROL, 0, os.urandom(16).hex())
+            link.request(attach, self._now() + _REQUEST_SECONDS)
+            wanted = Assign(self._number(), tuple((found.first, found.last) for found in ranges))
+            link.request(wanted, self._now() + timeout, lambda: self._now() + timeout)
+        finally:
+            link.close("the layers are there")
+        self.trying = None
+
+    def _hello(self) -> Hello:
+        return Hello(SUPPORTED, self._identity, client=self._client)
 
     def _number(self) -> int:
         self._requests += 1
@@ -160,10 +206,11 @@ class Opener:
                 hint="install the same linkcpp on all machines",
             )
 
-    def _order(self, facts: RingFacts) -> None:
+    def _order(self, facts: RingFacts, wanted: Mapping[str, Sequence[LayerRange] | None]) -> None:
         hops = [RingHop(hop.layers, None, hop) for hop in self.local]
         for place in self.places:
-            hops += [RingHop(layers, place, None) for layers in (place.profile.ranges if place.profile else ())]
+            held, used = place.profile.ranges if place.profile else (), wanted[place.address]
+            hops += [RingHop(layers, place, None) for layers in held if used is None or layers in used]
         holders = [(hop.layers, hop.place.control.name if hop.place else "the gateway") for hop in hops]
         self.hops = [hops[index] for index in tile(holders, facts.n_layer)]
 

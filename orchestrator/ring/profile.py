@@ -109,7 +109,8 @@ def _differences(first: StageProfile, other: StageProfile) -> list[str]:
         ("instruction set", first.identity.isa, other.identity.isa),
         ("weight repacking", first.identity.repack, other.identity.repack),
         ("sequences", first.facts.n_sequences, other.facts.n_sequences),
-        ("micro-batch", first.n_ubatch, other.n_ubatch),
         ("batch invariance", first.batch_invariant, other.batch_invariant),
     ]
+    if first.ranges and other.ranges:  # before it has a context, a process does not know how the engine rounds it
+        pairs.append(("micro-batch", first.n_ubatch, other.n_ubatch))
     return [f"{what} {theirs} instead of {ours}" for what, ours, theirs in pairs if ours != theirs]

@@ -207,6 +207,7 @@ class DeployedProcesses:
         arguments = ["stage", *common]
         for first, last in entry.layers:
             arguments += ["--layers", f"{first}:{last}"]
+        arguments += ["--memory", entry.memory] if entry.memory else []
         arguments += ["--ctx", str(self._deployment.context), "--sequences", str(self._deployment.sequences)]
         arguments += ["--ubatch", str(ring_rows(self._deployment))]
         for worker in self._deployment.workers_of(entry.name):
@@ -247,7 +248,7 @@ def _memory(entry: StageEntry | WorkerEntry, measures: Measures, file: GgufFile)
 def _holds(entry: StageEntry | WorkerEntry) -> str:
     if isinstance(entry, WorkerEntry):
         return f"experts {entry.experts or 'all'} of layers {entry.layers or 'all'}"
-    return "layers " + ", ".join(f"{first}:{last}" for first, last in entry.layers)
+    return "layers " + (", ".join(f"{first}:{last}" for first, last in entry.layers) or "of whoever is lost")
 
 
 def _ending(code: int) -> str:

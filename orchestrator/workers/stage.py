@@ -1,13 +1,14 @@
 """What a stage worker does with what comes: items for its ranges, and a gateway's orders. Sockets are the server's.
 
-A :class:`StageService` is one process with one or several ranges of layers. At most one ring uses it at a time,
-because the caches are that ring's: whoever attaches for control owns them until its connection ends. Each range is
-fed by one connection, whose thread computes and sends on, so that an item changes threads nowhere; the control
-connection has a thread of its own and answers while a range computes.
+A :class:`StageService` is one process with one or several ranges of layers, or none yet. At most one ring uses it
+at a time, because the caches are that ring's: whoever attaches for control owns them until its connection ends. Each
+range is fed by one connection, whose thread computes and sends on, so that an item changes threads nowhere; the
+control connection has a thread of its own and answers while a range computes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -15,7 +16,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from orchestrator.errors import FleetError, InputError, LinkcppError, ProtocolError
+from orchestrator.errors import FleetError, InputError, LinkcppError, PlanError, ProtocolError
+from orchestrator.models.gguf_writer import Progress
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.items import Item
 from orchestrator.ring.layout import LayerRange
@@ -26,6 +28,8 @@ from orchestrator.types import RefusalCode
 from orchestrator.wire.messages import SUPPORTED, Hello, Message, Ping, Pong, Refuse
 from orchestrator.wire.ring_messages import (
     Accepted,
+    Assign,
+    Assigning,
     Attach,
     Cancel,
     Fault,
@@ -44,6 +48,9 @@ CONNECT_SECONDS: Final = 10.0
 HANDOVER_SECONDS: Final = 5.0
 """How long a new ring waits for the last step of the one before, whose connection has ended."""
 
+_SIGN_SECONDS: Final = 1.0
+"""How often a stage says that it is still loading."""
+
 
 class Peer(Protocol):
     """A connection to this process, as the service uses it."""
@@ -57,6 +64,24 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Close and wake whoever waits on it."""
+
+
+class Layers(Protocol):
+    """The layers in this process's memory (:class:`orchestrator.workers.layers.StageLayers`, or a twin in tests)."""
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The ranges, ascending."""
+
+    @property
+    def profile(self) -> StageProfile:
+        """What this process says of itself."""
+
+    def require_room(self, ranges: Sequence[LayerRange]) -> None:
+        """Raise :class:`PlanError` in words where there is not the memory to hold exactly these."""
+
+    def hold(self, ranges: Sequence[LayerRange], progress: Progress) -> None:
+        """Hold exactly these: free what is not named, load what is new."""
 
 
 class _Range:
@@ -88,19 +113,20 @@ class _Ring:
 class StageService:
     """One stage worker process, shared by all its connections. ``connector`` makes the way to an address."""
 
-    def __init__(self, hops: Sequence[Hop], profile: StageProfile, connector: Callable[[str], Connector]) -> None:
-        self.profile = profile
+    def __init__(self, layers: Layers, connector: Callable[[str], Connector]) -> None:
         self.draining = False
-        self._ranges = {hop.layers.first: _Range(hop) for hop in hops}
+        self._layers = layers
+        self._ranges: dict[int, _Range] = {}
+        self._adopt()
         self._connector = connector
         self._ring: _Ring | None = None
         self._guard = threading.Condition()
         self._computing = threading.Lock()  # ranges of one process share its cores: one computes at a time
 
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        """The ranges, ascending."""
-        return tuple(self._ranges[first].hop for first in sorted(self._ranges))
+    def _adopt(self) -> None:
+        """Take over what is in memory now."""
+        self.profile = self._layers.profile
+        self._ranges = {hop.layers.first: _Range(hop) for hop in self._layers.hops}
 
     def welcome(self, version: int, sequence: int = 0) -> StageWelcome:
         """Return the greeting for a peer with which this minor version was agreed."""
@@ -199,6 +225,8 @@ class StageService:
             return Probed(message.sequence, tuple(states))
         if isinstance(message, Route):
             return self._route(message)
+        if isinstance(message, Assign):
+            return self._assign(message)
         return Refuse(message.sequence, RefusalCode.BAD_REQUEST, f"a stage does not answer {message.type.name}")
 
     def _route(self, message: Route) -> Accepted | Refuse:
@@ -222,11 +250,39 @@ class StageService:
         found.routed = True
         return Accepted(message.sequence)
 
+    def _assign(self, message: Assign) -> Accepted | Refuse:
+        ring = self._ring
+        if ring is None or any(found.routed for found in self._ranges.values()):
+            return Refuse(message.sequence, RefusalCode.BAD_REQUEST, "layers move before anything is routed")
+        wanted = [LayerRange(*found) for found in message.ranges]
+        said = time.monotonic()
+
+        def progress(done: float, total: float | None, note: str = "") -> None:
+            nonlocal said
+            if time.monotonic() - said > _SIGN_SECONDS:
+                said = time.monotonic()
+                with contextlib.suppress(FleetError):  # the engine calls this; the next read finds the loss
+                    ring.control.send(Assigning(message.sequence, int(1000 * min(done / total, 1)) if total else 0))
+
+        with self._computing:
+            try:
+                self._layers.require_room(wanted)
+                self._layers.hold(wanted, progress)
+            except PlanError as error:
+                return Refuse(message.sequence, RefusalCode.NO_ROOM, str(error))
+            except (LinkcppError, MemoryError) as error:
+                return Refuse(message.sequence, RefusalCode.COMPUTE_FAILED, str(error) or "out of memory")
+            finally:
+                self._adopt()
+        return Accepted(message.sequence)
+
     def rehearse(self, layer: int, step: Step) -> None:
         """Go through what a step begins with, where nothing computes."""
         if self._computing.acquire(blocking=False):
             try:
-                self._ranges[layer].hop.rehearse(step)
+                found = self._ranges.get(layer)
+                if found is not None:
+                    found.hop.rehearse(step)
             finally:
                 self._computing.release()
 
@@ -237,8 +293,8 @@ class StageService:
             ProtocolError: the item is not for this range, or not the next one.
             FleetError: the gateway is gone too.
         """
-        found, ring = self._ranges[layer], self._ring
-        if ring is None or found.feed is not peer or not found.routed:
+        found, ring = self._ranges.get(layer), self._ring
+        if ring is None or found is None or found.feed is not peer or not found.routed:
             raise ProtocolError("this ring is closed")
         if item.layer != layer:
             raise ProtocolError(f"an item for layer {item.layer} came to {found.layers}")
