@@ -41,7 +41,9 @@ def read(generation):
     *deltas, end = list(generation)
     assert all(isinstance(delta, TextDelta) for delta in deltas)
     text = "".join(delta.text for delta in deltas)
-    return text, [record for delta in deltas for record in delta.tokens], (end.reason, end.usage)
+    usage = end.usage
+    counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    return text, [record for delta in deltas for record in delta.tokens], (end.reason, counts)
 
 
 def answers(requests, drafter=None, *, depth=6, adaptive=False, **options):
@@ -326,12 +328,35 @@ def test_one_disturbed_step_changes_no_time():
     for _ in range(5):
         made.observe([1], 1.0)
     made.observe([1], 50.0)
-    made.observe([5], 3.0)
+    for _ in range(3):
+        made.observe([5], 3.0)
     made.observe([2, 4], 100.0)  # of different sizes: nobody knows which took how long
     assert made.seconds([1]) == 1.0
     assert made.seconds([3]) == 2.0
-    assert made.seconds([9, 1]) == 4.0
-    assert (made.age(1), made.age(5), made.age(2)) == (2, 1, None)
+    assert made.seconds([9, 1]) == 6.0
+    assert (made.age(1), made.age(5), made.age(2)) == (4, 1, None)
+
+
+def test_a_machine_that_gets_slower_changes_all_times_alike():
+    made = StepTimes()
+    for _ in range(15):
+        made.observe([1], 1.5)
+        made.observe([5], 3.5)
+    for _ in range(20):
+        made.observe([1], 6.0)
+    assert made.seconds([1]) == pytest.approx(6.0, rel=0.01)
+    assert made.seconds([5]) == pytest.approx(14.0, rel=0.02)
+    made.observe([5], 14.0)
+    assert made.seconds([1]) == pytest.approx(6.0, rel=0.01)
+
+
+def test_a_size_that_was_not_seen_for_long_is_forgotten():
+    made = times(1.0, 0.5)
+    for _ in range(300):
+        made.observe([1], 1.5)
+        made.observe([2], 1.6)
+    assert made.age(5) is None
+    assert made.seconds([5]) == pytest.approx(1.9, rel=0.01)
 
 
 def test_rates_are_an_answers_own_with_what_is_known_of_others():

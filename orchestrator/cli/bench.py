@@ -12,7 +12,7 @@ from orchestrator.bench.invariance import Cost, Finding, measure_cost, run_invar
 from orchestrator.bench.layer import LayerReport, layer_model, run_layer, shapes
 from orchestrator.bench.ring import measure_ring
 from orchestrator.bench.waiting import CPU_LIMIT, WaitingReport, run_waiting
-from orchestrator.cli import bench_serving
+from orchestrator.cli import bench_serving, bench_speculation
 from orchestrator.cli.app import Terminal
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.sources import get_model
@@ -33,6 +33,7 @@ def command() -> None:
 
 
 command.add_command(bench_serving.command)
+command.add_command(bench_speculation.command)
 
 
 @command.command("dispatch")

@@ -8,6 +8,7 @@ second to all answers together, and 0 where none gives more than single steps.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,15 @@ from typing import Final
 _REMEMBERED: Final = 15
 """Times of each size of which the median counts: one that another program disturbed does not."""
 
+_LEAST: Final = 1e-6
+"""A factor is never less, whatever a clock says."""
+
+_FEWEST: Final = 3
+"""Steps of a size without which nothing is known of it."""
+
+_FORGOTTEN: Final = 256
+"""A size that was not seen for so many steps may take something else by now."""
+
 _MEMORY: Final = 0.95
 """What a guess counts for one guess later: about 20 of them matter."""
 
@@ -25,6 +35,9 @@ _PRIOR_WEIGHT: Final = 4.0
 
 MARGIN: Final = 1.03
 """How much better than single steps a depth must look, because all of it is estimated."""
+
+COSTLY_MARGIN: Final = 1.10
+"""The same where drafting takes time of its own."""
 
 
 def micro_batches(lengths: Mapping[int, int], n_chunk: int) -> list[int]:
@@ -48,45 +61,65 @@ def micro_batches(lengths: Mapping[int, int], n_chunk: int) -> list[int]:
 
 
 class StepTimes:
-    """What micro-batches of each size took lately, in seconds."""
+    """What micro-batches of each size took lately, in seconds.
+
+    A machine gets slower and faster as a whole, with other programs and with the length of texts: that is one factor
+    for all sizes. So a size that was seen long ago is compared with one that was seen now as if both were seen now.
+    """
 
     def __init__(self) -> None:
-        self._recent: dict[int, deque[float]] = {}
-        self._median: dict[int, float] = {}
+        self._recent: dict[int, deque[float]] = {}  # by size, without the factor
+        self._typical: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._count = 0
+        self._factors: deque[float] = deque(maxlen=3)  # of three the median: one disturbed step does not count
+        self._factor = 1.0
 
     def observe(self, rows: Sequence[int], seconds: float) -> None:
         """Note a step of these micro-batches; those of different sizes cannot be told apart and are left out."""
         self._count += 1
+        for old in [size for size, seen in self._seen.items() if self._count - seen > _FORGOTTEN]:
+            del self._recent[old], self._typical[old], self._seen[old]
         if len(set(rows)) != 1:
             return
-        recent = self._recent.setdefault(rows[0], deque(maxlen=_REMEMBERED))
-        recent.append(seconds / len(rows))
-        self._median[rows[0]] = statistics.median(recent)
-        self._seen[rows[0]] = self._count
+        size, each = rows[0], seconds / len(rows)
+        if self._typical.get(size):
+            self._factors.append(each / self._typical[size])
+            self._factor = math.sqrt(self._factor * max(statistics.median(self._factors), _LEAST))
+        recent = self._recent.setdefault(size, deque(maxlen=_REMEMBERED))
+        recent.append(each / self._factor)
+        self._typical[size] = statistics.median(recent)
+        self._seen[size] = self._count
 
     def age(self, rows: int) -> int | None:
-        """Return how many steps ago one of this size was seen, None: never."""
-        seen = self._seen.get(rows)
-        return None if seen is None else self._count - seen
+        """Return how many steps ago one of this size was seen, None: not lately, or too seldom to be relied on."""
+        if len(self._recent.get(rows, ())) < _FEWEST:
+            return None
+        return self._count - self._seen[rows]
 
     def seconds(self, rows: Iterable[int]) -> float | None:
         """Return what a step of these micro-batches probably takes, None before any was seen."""
-        if not self._median:
+        if not self._typical:
             return None
-        return sum(self._one(count) for count in rows)
+        return self._factor * sum(self._one(count) for count in rows)
 
     def _one(self, rows: int) -> float:
-        known = self._median
+        known = self._typical
         if rows in known:
             return known[rows]
-        below = max((count for count in known if count < rows), default=None)
+        below = sorted((count for count in known if count < rows), reverse=True)
         above = min((count for count in known if count > rows), default=None)
-        if below is None or above is None:  # no guess beyond what was seen: a trial will tell
-            return known[above if below is None else below]  # type: ignore[index]
-        share = (rows - below) / (above - below)
-        return known[below] + share * (known[above] - known[below])
+        if not below:
+            return known[above] if above is not None else 0.0
+        if above is not None:
+            return _line(rows, below[0], known[below[0]], above, known[above])
+        if len(below) > 1 and known[below[0]] > known[below[1]]:
+            return _line(rows, below[1], known[below[1]], below[0], known[below[0]])
+        return known[below[0]]  # a trial will tell
+
+
+def _line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
+    return y1 + (x - x1) / (x2 - x1) * (y2 - y1)
 
 
 class Rates:

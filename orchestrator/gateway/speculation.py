@@ -19,7 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from orchestrator.gateway.backend import BackendFacts, Invariance
-from orchestrator.gateway.depth import MARGIN, Candidate, Choice, Rates, StepTimes, best_choice, micro_batches
+from orchestrator.gateway.depth import (
+    COSTLY_MARGIN,
+    MARGIN,
+    Candidate,
+    Choice,
+    Rates,
+    StepTimes,
+    best_choice,
+    micro_batches,
+)
 from orchestrator.gateway.scheduler import Job, Segment, Step
 
 DEFAULT_DEPTH: Final = 8
@@ -28,8 +37,9 @@ DEFAULT_DEPTH: Final = 8
 TRIAL_SHARE: Final = 0.005
 """The part of the time that trials may cost where guessing does not seem to pay."""
 
-STALE_STEPS: Final = 64
-"""After so many steps a single step is made and timed again: what it takes is what guesses are measured by."""
+STALE_STEPS: Final = 8
+"""After so many steps a single step is made and timed again: what it takes is what guesses are measured by. Where
+guesses gain much, after more steps: the square of the gain."""
 
 _LAST_STEPS: Final = 64
 """Over how many steps a drafter's preparations are spread at most: nobody knows how long an answer gets."""
@@ -223,9 +233,9 @@ class Speculation:
         rows = micro_batches(lengths, self._facts.n_chunk)
         if len(set(rows)) == 1:
             age = self.times.age(rows[0])
-            if age is None or age > STALE_STEPS:
+            if age is None or age > STALE_STEPS * max(1.0, choice.gain) ** 2:
                 return False
-        if choice.gain >= MARGIN:
+        if choice.gain >= (MARGIN if self.drafter.is_free else COSTLY_MARGIN):
             return True
         if choice.loss > self._budget:
             return False
