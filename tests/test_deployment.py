@@ -39,6 +39,9 @@ address = "[fd00::2]:7101"
 [[spare]]
 layers = "24:43"
 address = "10.0.0.9:7101"
+[[spare]]
+address = "10.0.0.10:7101"
+memory = "64GB"
 [[worker]]
 experts = "0-127"
 layers = "2-23"
@@ -60,7 +63,10 @@ def test_a_full_file_is_read(tmp_path: Path) -> None:
             StageEntry("first", ((2, 24),), "10.0.0.1:7101", "a", 4),
             StageEntry("stage-2", ((24, 43),), "[fd00::2]:7101"),
         ),
-        spares=(StageEntry("spare-1", ((24, 43),), "10.0.0.9:7101"),),
+        spares=(
+            StageEntry("spare-1", ((24, 43),), "10.0.0.9:7101"),
+            StageEntry("spare-2", (), "10.0.0.10:7101", memory="64GB"),
+        ),
         workers=(WorkerEntry("worker-1", "0-127", "2-23", "10.0.0.3:7201", stage="first"),),
     )
     assert found.nodes == ("a",)
@@ -126,6 +132,8 @@ def stage(layers: str, address: str = "h:1", name: str = "") -> str:
         ('model = "m"\n' + stage("0:3") + '[[worker]]\nstage = "no"\naddress = "h:2"', "no stage is called so"),
         ('model = "m"\n' + stage("0:3") + '[[worker]]\nexperts = "a"\naddress = "h:2"', "not a list of numbers"),
         ('model = "m"\n[[stage]]\nlayers = "0:3"', "needs 'address'"),
+        ('model = "m"\n[[stage]]\naddress = "h:1"', "needs 'layers'"),
+        ('model = "m"\n' + stage("0:3") + 'memory = "much"', "memory 'much' is no size"),
         ('model = "m"\n[[stage]]\nadress = "h:1"', "did you mean 'address'"),
         ('model = "m"\n[gateway]\nlayers = "0:1"\n[[worker]]\naddress = "h:2"', "holds all layers"),
         ("model = ", "not valid TOML"),

@@ -14,7 +14,7 @@ from orchestrator.cli.app import main
 from orchestrator.engine.facts import load_of, model_facts
 from orchestrator.engine.measure import measure_pieces
 from orchestrator.errors import LinkcppError, PlanError
-from orchestrator.models.deployment import read_deployment
+from orchestrator.models.deployment import StageEntry, read_deployment
 from orchestrator.planner.cost import with_times
 from orchestrator.transport.base import HostPort
 from orchestrator.transport.round_trip import measure_round_trip
@@ -78,6 +78,19 @@ def test_a_sandwich_and_spares(synthetic: Callable[[str], Path], tmp_path: Path)
     assert [spare.layers for spare in found.spares] == [stage.layers for stage in found.stages]
     assert {spare.node for spare in found.spares} == {"c"}
     assert "tiny stands in for no stage: its memory is too small for any" in target.read_text()
+
+
+def test_a_machine_in_reserve_without_room_for_all_stages_loads_what_is_lost(
+    synthetic: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, target = synthetic("qwen35moe"), tmp_path / "d.toml"
+    options = (path, "--node", "a=10.0.0.1", "--node", "b=10.0.0.2", "--stages", 2, "-o", target, "--json")
+    shown = json.loads(plan(*options).stdout)
+    room = sum(stage["memory"] for stage in shown["stages"]) - 1_000_000
+    plan(*options, "--spare", f"c=10.0.0.3:{room}")
+    found = read_deployment(target)
+    assert found.spares == (StageEntry("spare-1", (), "10.0.0.3:7101", "c", memory=f"{room // 1_000_000}MB"),)
+    assert "c stands in for stage-1 or stage-2, and loads its layers once it is lost" in target.read_text()
 
 
 def test_near_machines_become_a_star(synthetic: Callable[[str], Path], tmp_path: Path) -> None:

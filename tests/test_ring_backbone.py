@@ -338,6 +338,27 @@ def test_a_process_without_layers_loads_those_of_a_killed_stage(synthetic: Calla
     assert answers == alone(path, prompts, 100)
 
 
+@pytest.mark.slow
+def test_a_process_without_layers_loads_those_of_a_stage_that_hangs(synthetic: Callable[[str], Path]) -> None:
+    path = synthetic("qwen35moe")
+    plan = Deployment(
+        model=str(path), context=256, stages=stages((0, 4, 8)), spares=(StageEntry("reserve", (), ANY),)
+    )
+    with (
+        DeployedProcesses(plan, path, threads=1) as processes,
+        open_ring(path, processes.deployment, timeout=2, patience=30) as backbone,
+    ):
+        prompts = [prompt(backbone.model.n_vocab, 40, 1)]
+        found = {process.name: process for process in processes.running}
+        try:
+            with backbone.gateway() as gateway:
+                answers = ask(gateway, prompts, 60, lambda: os.kill(found["stage-2"].pid, signal.SIGSTOP))
+        finally:
+            os.kill(found["stage-2"].pid, signal.SIGCONT)
+        assert found["reserve"].address in backbone.ring.holders
+    assert answers == alone(path, prompts, 60)
+
+
 def test_a_stage_with_room_takes_the_layers_of_a_killed_one_and_another_says_what_is_missing(
     synthetic: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,7 +140,7 @@ def test_ranges_that_overlap_or_leave_the_model_are_refused() -> None:
     for ranges in ([(0, 9)], [(3, 3)], [(4, 2)], [(0, 4), (3, 8)], [(4, 8), (0, 2)]):
         writer = Writer()
         push_stage_welcome(writer, StageWelcome(ranges=tuple(ranges), **fields))
-        with pytest.raises(ProtocolError, match="out of order|up to 9 of 8"):
+        with pytest.raises(ProtocolError, match=r"out of order|up to 9 of 8"):
             with_fixed(MessageType.STAGE_WELCOME, writer.finish())
 
 

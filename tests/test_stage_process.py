@@ -305,6 +305,19 @@ def test_an_impossible_layer_map_is_one_line_and_a_hint(
     assert "Traceback" not in result.stderr
 
 
+def test_a_process_without_layers_says_so_and_takes_no_size_that_is_none(synthetic: Callable[[str], Path]) -> None:
+    result = run(str(synthetic("llama")), "--memory", "much")
+    assert result.returncode == 2
+    assert "--memory 'much' is no size" in result.stderr
+    command = [sys.executable, "-m", "orchestrator", "stage", str(synthetic("llama")), "--threads", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline() for _ in range(4)]
+        process.terminate()
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert lines[1].startswith("holds no layers yet, a spare for any of 4")
+
+
 def test_an_illegal_cut_is_refused_with_the_nearest_legal_ones(synthetic: Callable[[str], Path]) -> None:
     path = synthetic("nomic-bert-moe")
     result = run(str(path), "--layers", "0:1")
