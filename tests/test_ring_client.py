@@ -287,7 +287,7 @@ def test_a_cancelled_step_is_dropped_by_the_stages_that_have_not_begun_it(net: N
         numbers = [ring.submit(one_sequence([2], 1 + i)) for i in range(3)]
         assert running.wait(5)
         assert ring.cancel(numbers[0])
-        while not net.layers["s1"].hops[0]._cancelled:
+        while not all(net.layers[name].hops[0]._cancelled for name in names):
             time.sleep(0.001)
         net.stages["s0"][0].before_decode = lambda _batch: None
         go_on.set()

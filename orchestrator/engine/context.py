@@ -199,9 +199,8 @@ class Context:
 
     def _step(self, batch: TokenBatch, boundary: bytes) -> list[Outcome]:
         """Run a batch, or leave no trace of it."""
-        starts = batch.starts()
         if self._rollback is not None:
-            self._rollback.protect(starts)
+            self._rollback.protect(batch.starts())
         try:
             outcomes = [self._run(part, boundary) for part in batch.split(self.n_batch)]
         except BaseException:
@@ -210,7 +209,7 @@ class Context:
             if self._rollback is not None:
                 self._rollback.undo()
             else:
-                for sequence, start in starts.items():
+                for sequence, start in batch.starts().items():
                     self._context.remove(sequence, start if start else -1, -1)
             raise
         if self._rollback is not None:

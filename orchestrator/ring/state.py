@@ -181,7 +181,9 @@ class RingState:
         if not self._outstanding or number != self._outstanding[0]:
             raise ProtocolError(f"item {number} came out of the ring, expected was {self.oldest}")
         self._outstanding.popleft()
-        index = next((i for i, entry in enumerate(self._entries) if entry.number == number), None)
+        index: int | None = 0
+        if not self._entries or self._entries[0].number != number:  # most of the time it is the first
+            index = next((i for i, entry in enumerate(self._entries) if entry.number == number), None)
         if index is None:
             return NOTHING  # dropped, and its completion was given
         entry = self._entries[index]

@@ -56,12 +56,12 @@ def push_message(minor: int, message: Message) -> Buffers:
     Raises:
         ProtocolError: a control message is longer than its limit, which its receiver would refuse.
     """
+    if isinstance(message, Step):
+        return _frame(minor, message, push_step(message))
     if isinstance(message, Dispatch):
         return push_dispatch(minor, message)
     if isinstance(message, Result):
         return push_result(minor, message)
-    if isinstance(message, Step):
-        return _frame(minor, message, push_step(message))
     if isinstance(message, Outcome):
         return _frame(minor, message, push_outcome(message))
     writer = Writer()
@@ -90,7 +90,8 @@ def pull_message(header: Header, payload: memoryview) -> Message:
 
 
 def _frame(minor: int, message: Step | Outcome, payload: Buffers) -> Buffers:
-    return [push_header(minor, message.type, message.sequence, payload), *payload]
+    head = push_header(minor, message.type, message.sequence, payload)
+    return [head + payload[0], *payload[1:]]
 
 
 class EncodedDispatch(NamedTuple):

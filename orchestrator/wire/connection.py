@@ -39,7 +39,7 @@ class Connection:
         self._start = 0  # of the frame that is next
         self._end = 0  # of what has arrived
         self._header: Header | None = None  # of the frame that is next, once it is there
-        self._last = -1  # where the message before began, while its bytes are sure to be there
+        self._last: tuple[int, int] | None = None  # where the message before is, if a small step that is still there
         self._agreed = False
 
     @property
@@ -94,13 +94,13 @@ class Connection:
         if start == end:
             if capacity > KEPT_CAPACITY:
                 self._data = memoryview(bytearray(FIRST_CAPACITY))
-                self._last = -1
+                self._last = None
             self._start = self._end = 0
             return self._data
         needed = HEADER_SIZE if self._header is None else HEADER_SIZE + self._header.length
         if start and start + needed > capacity:
             self._data[: end - start] = self._data[start:end]
-            self._start, self._end, self._last = 0, end - start, -1
+            self._start, self._end, self._last = 0, end - start, None
             end -= start
         if end == capacity:
             grown = memoryview(bytearray(max(2 * capacity, FIRST_CAPACITY)))
@@ -114,12 +114,12 @@ class Connection:
         None where another message came last, where its bytes are gone, or where it is large: then checking it would
         take longer than this saves.
         """
-        if self._last < 0:
+        if self._last is None:
             return None
-        header = pull_header(self._data, self._last, self._max_payload)
-        if header.type != MessageType.STEP or header.length > FIRST_CAPACITY:
-            return None
-        message = self._decode(header, self._last)
+        place = self._start, self._end
+        self._start, self._end = self._last
+        message = self.next_message()
+        self._start, self._end = place
         return message if isinstance(message, Step) else None
 
     def received(self, count: int) -> None:
@@ -132,7 +132,7 @@ class Connection:
             inside = self._end > self._start
             raise ProtocolError("the peer closed the connection" + (" within a message" if inside else ""))
         self._end += count
-        self._last = -1
+        self._last = None
         self.bytes_received += count
 
     def insert(self, data: bytes | memoryview) -> None:
@@ -161,22 +161,18 @@ class Connection:
         end = body + header.length
         if self._end < end:
             return None
-        message = self._decode(header, start)
+        payload = self._data[body:end]
+        check_payload(header, self._data[start : start + PREFIX.size], payload)
+        if self._agreed and header.minor != self.minor and header.type != MessageType.REFUSE:
+            raise ProtocolError(f"a frame of version {header.major}.{header.minor}, agreed was {self.minor}")
+        message = pull_message(header, payload)
         self._header = None
         self._start = end
-        self._last = start
+        self._last = (start, end) if type(message) is Step and header.length <= FIRST_CAPACITY else None
         self._state.received(message.type)
         if not self._agreed and isinstance(message, (Welcome, StageWelcome)):
             self._agree(message.version)
         return message
-
-    def _decode(self, header: Header, start: int) -> Message:
-        body = start + HEADER_SIZE
-        payload = self._data[body : body + header.length]
-        check_payload(header, self._data[start : start + PREFIX.size], payload)
-        if self._agreed and header.minor != self.minor and header.type != MessageType.REFUSE:
-            raise ProtocolError(f"a frame of version {header.major}.{header.minor}, agreed was {self.minor}")
-        return pull_message(header, payload)
 
     def _agree(self, version: int) -> None:
         if not self.versions.lowest <= version <= self.versions.highest:
