@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from fake_backend import FakeBackend, greedy
 from fake_engine import FailOnce, FakeModel
 from test_gateway_batching import ask, numbers, read
 
+from orchestrator.cli.app import Terminal
+from orchestrator.cli.backbone_options import BackboneOptions
+from orchestrator.cli.replicas import plan_replicas
 from orchestrator.dispatch.exchange import DispatchStatistics, WorkerStatistics
 from orchestrator.errors import LinkcppError, RequestError, WorkerLostError
 from orchestrator.gateway.gateway import Gateway
 from orchestrator.gateway.replicas import Replicas, merged_statistics
 from orchestrator.gateway.scheduler import Limits, Terms
-from orchestrator.types import Ownership
+from orchestrator.models.deployment import Deployment, GatewayEntry, StageEntry, write_deployment
+from orchestrator.types import Contract, Ownership
 
 LOST = WorkerLostError("gone", worker="w", layer=3)
 TALK = numbers(100, 1)
@@ -110,6 +116,21 @@ def test_a_full_queue_elsewhere_leaves_the_first_error():
     fleet.gateways[first].step()
     with pytest.raises(LinkcppError, match="gone"):
         read(generation)
+
+
+def test_each_replica_computes_with_its_part_of_the_cores_unless_its_file_says_otherwise(synthetic, tmp_path):
+    options = BackboneOptions(0, (), Contract.EXACT, None, None, True, 1.0, None, "off", None, None)
+    files = []
+    for name, threads in (("a", None), ("b", 7)):
+        stage = StageEntry("s", ((0, 4),), f"{name}:1")
+        plan = Deployment(str(synthetic("llama")), 64, gateway=GatewayEntry(threads=threads), stages=(stage,))
+        files.append(tmp_path / f"{name}.toml")
+        write_deployment(files[-1], plan)
+    _, planned = plan_replicas(Terminal(), None, files, (), options, None)
+    assert [one.options.threads for one in planned] == [max(1, (os.cpu_count() or 1) // 2), 7]
+    assert [one.name for one in planned] == ["a:1", "b:1"]
+    _, [alone] = plan_replicas(Terminal(), None, files[:1], (), options, None)
+    assert alone.options.threads is None
 
 
 def test_counters_of_all_replicas_are_told_apart_by_number():

@@ -75,9 +75,6 @@ def plan_replicas(
         raise click.UsageError("name a MODEL, or a --deployment that names it")
     if stars and (files or options.has_workers):
         raise click.UsageError("--replica names all workers of a MODEL: leave --worker, --workers, --deployment out")
-    count = len(files) or len(stars) or 1
-    if count > 1 and options.threads is None:
-        options = replace(options, threads=max(1, (os.cpu_count() or 1) // count))
     if model is not None:
         path = resolve_model(model)
         groups = [tuple(str(parse_address(part.strip())) for part in star.split(",")) for star in stars]
@@ -95,7 +92,14 @@ def plan_replicas(
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise InputError(f"two replicas are at {double}")
-    return model, planned
+    return model, [_with_threads(one, len(planned)) for one in planned]
+
+
+def _with_threads(one: Planned, count: int) -> Planned:
+    """Give one of several backends its part of the cores, unless somebody said how many threads."""
+    if count == 1 or one.options.threads is not None:
+        return one
+    return replace(one, options=replace(one.options, threads=max(1, (os.cpu_count() or 1) // count)))
 
 
 def _require_one_model(planned: Sequence[Planned], files: Sequence[Path]) -> None:
