@@ -114,8 +114,16 @@ def test_sampled_answers_are_the_same(backbone, alone, dense):
 
 
 @pytest.mark.slow
-@MODES
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [
+        pytest.param("ngram", GREEDY, id="ngram"),
+        pytest.param("draft", GREEDY, id="draft"),
+        pytest.param("auto", GREEDY, id="auto"),
+        pytest.param("draft", SAMPLED, id="draft, sampled"),
+    ],
+)
 def test_answers_to_all_prompts_are_the_same_with_every_drafter(backbone, alone, dense, mode, sampling):
     compare(backbone, alone, PROMPTS, settings(mode, dense), sampling)
 
@@ -247,7 +255,7 @@ def test_a_draft_model_that_fails_costs_no_answer(synthetic, monkeypatch):
 
         def fail_sometimes(self, news):
             calls.append(news)
-            if len(calls) % 7 == 0:
+            if len(calls) > 12 and len(calls) % 7 == 0:  # the first ones are its trial at the beginning
                 raise ComputeError("out of luck")
             return decode(self, news)
 

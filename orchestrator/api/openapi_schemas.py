@@ -128,6 +128,7 @@ def _answer(kind: str, choice: Schema) -> Schema:
             "system_fingerprint": {"type": "string"},
             "choices": _list(choice),
             "usage": {"anyOf": [reference("Usage"), {"type": "null"}]},
+            "timings": reference("Timings"),
         },
         ("id", "object", "created", "model", "choices"),
     )
@@ -353,6 +354,16 @@ COMPONENTS: Final[dict[str, Schema]] = {
     ),
     "SlotRequest": _object({"filename": {"type": "string"}}, closed=False),
     "Usage": _USAGE,
+    "Timings": _object(
+        {
+            **{name: {"type": "integer"} for name in ("cache_n", "prompt_n", "predicted_n")},
+            **{name: {"type": "number"} for name in ("prompt_ms", "prompt_per_second", "predicted_ms")},
+            "predicted_per_second": {"type": "number"},
+            "draft_n": {"type": "integer"},
+            "draft_n_accepted": {"type": "integer"},
+        },
+        ("cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"),
+    ),
     "ChatAnswer": _answer("chat.completion", _choice("message", {"type": "object"})),
     "ChatChunk": _answer("chat.completion.chunk", _choice("delta", {"type": "object"})),
     "CompletionAnswer": _answer("text_completion", _choice("text", {"type": "string"})),

@@ -71,6 +71,24 @@ def usage_body(usage: Usage) -> Body:
     }
 
 
+def timings_body(end: Finished) -> Body:
+    """Return how long an answer took, as llama.cpp's server says it: tokens, milliseconds, and guesses if any."""
+    usage, times = end.usage, end.timings
+    computed = usage.prompt_tokens - usage.cached_tokens
+    body: Body = {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": round(1e3 * times.prefill, 3),
+        "prompt_per_second": round(computed / times.prefill, 3) if times.prefill > 0 else 0.0,
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": round(1e3 * times.decode, 3),
+        "predicted_per_second": round(usage.completion_tokens / times.decode, 3) if times.decode > 0 else 0.0,
+    }
+    if usage.drafted_tokens:
+        body |= {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
+    return body
+
+
 class ChatAnswer:
     """One answer of a chat: its pieces as they come, and all of them."""
 
@@ -138,6 +156,7 @@ class ChatForm:
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._answers = [ChatAnswer(reader, new_identifier) for reader in readers]
+        self._timings: Body = {}
 
     def opening(self) -> list[Body]:
         """Return the first chunk of each answer, which names the role."""
@@ -150,7 +169,9 @@ class ChatForm:
     def ending(self, answer: int, end: Finished) -> list[Body]:
         """Return an answer's last chunks."""
         rest = self._chunks(answer, *self._answers[answer].end(end.reason))
-        return [*rest, self._chunk(answer, {}, reason=self._answers[answer].finish_reason)]
+        self._timings = _timings(end, len(self._answers))
+        last = self._chunk(answer, {}, reason=self._answers[answer].finish_reason)
+        return [*rest, {**last, **self._timings}]
 
     def closing(self, usage: Usage) -> list[Body]:
         """Return the chunk with the token counts where they were asked for."""
@@ -161,7 +182,8 @@ class ChatForm:
     def whole(self, usage: Usage) -> Body:
         """Return the answers in one piece."""
         choices = [self._choice(number, answer) for number, answer in enumerate(self._answers)]
-        return {**_head(self._head, "chat.completion"), "choices": choices, "usage": usage_body(usage)}
+        body = {**_head(self._head, "chat.completion"), "choices": choices, "usage": usage_body(usage)}
+        return {**body, **self._timings}
 
     def _choice(self, number: int, answer: ChatAnswer) -> Body:
         message: Body = {"role": "assistant", "content": answer.said, "refusal": None}
@@ -238,6 +260,7 @@ class CompletionForm:
         self._texts = [""] * answers
         self._tokens: list[list[TokenRecord]] = [[] for _ in range(answers)]
         self._reasons: list[FinishReason | None] = [None] * answers
+        self._timings: Body = {}
         self._offsets = [0] * answers  # characters in the log probabilities that were sent
 
     def opening(self) -> list[Body]:
@@ -253,7 +276,8 @@ class CompletionForm:
     def ending(self, answer: int, end: Finished) -> list[Body]:
         """Return an answer's last chunk."""
         self._reasons[answer] = end.reason
-        return [self._chunk(answer, "", reason=end.reason)]
+        self._timings = _timings(end, len(self._texts))
+        return [{**self._chunk(answer, "", reason=end.reason), **self._timings}]
 
     def closing(self, usage: Usage) -> list[Body]:
         """Return the chunk with the token counts where they were asked for."""
@@ -268,7 +292,8 @@ class CompletionForm:
             self._choice(number, text, self._tokens[number], self._reasons[number])
             for number, text in enumerate(self._texts)
         ]
-        return {**_head(self._head, "text_completion"), "choices": choices, "usage": usage_body(usage)}
+        body = {**_head(self._head, "text_completion"), "choices": choices, "usage": usage_body(usage)}
+        return {**body, **self._timings}
 
     def _chunk(
         self, number: int, text: str, tokens: Sequence[TokenRecord] = (), reason: FinishReason | None = None
@@ -308,6 +333,11 @@ def _head(head: AnswerHead, kind: str) -> Body:
         "model": head.model,
         "system_fingerprint": head.fingerprint,
     }
+
+
+def _timings(end: Finished, answers: int) -> Body:
+    """Return the field with the times; of several answers to a request none says it all."""
+    return {"timings": timings_body(end)} if answers == 1 else {}
 
 
 def _choice_body(choice: TokenChoice) -> Body:

@@ -24,7 +24,10 @@ _LEAST: Final = 1e-6
 _FEWEST: Final = 3
 """Steps of a size without which nothing is known of it."""
 
-_FORGOTTEN: Final = 256
+_ROW_SHARE: Final = 0.25
+"""What one more row is taken to cost before it was tried, as a part of a step."""
+
+_FORGOTTEN: Final = 512
 """A size that was not seen for so many steps may take something else by now."""
 
 _MEMORY: Final = 0.95
@@ -46,6 +49,9 @@ def micro_batches(lengths: Mapping[int, int], n_chunk: int) -> list[int]:
     It takes equally many tokens of neighbouring sequences at a time (``llama_batch_allocr::split_equal``): segments
     of different lengths cost a graph for each length, and in a star its round trips.
     """
+    if len(lengths) == 1:
+        (only,) = lengths.values()
+        return [n_chunk] * (only // n_chunk) + ([only % n_chunk] if only % n_chunk else [])
     left = dict(sorted(lengths.items()))
     rows = []
     while left:
@@ -78,8 +84,9 @@ class StepTimes:
     def observe(self, rows: Sequence[int], seconds: float) -> None:
         """Note a step of these micro-batches; those of different sizes cannot be told apart and are left out."""
         self._count += 1
-        for old in [size for size, seen in self._seen.items() if self._count - seen > _FORGOTTEN]:
-            del self._recent[old], self._typical[old], self._seen[old]
+        if self._count % _FORGOTTEN == 0:
+            for old in [size for size, seen in self._seen.items() if self._count - seen > _FORGOTTEN]:
+                del self._recent[old], self._typical[old], self._seen[old]
         if len(set(rows)) != 1:
             return
         size, each = rows[0], seconds / len(rows)
@@ -112,14 +119,13 @@ class StepTimes:
         if not below:
             return known[above] if above is not None else 0.0
         if above is not None:
-            return _line(rows, below[0], known[below[0]], above, known[above])
-        if len(below) > 1 and known[below[0]] > known[below[1]]:
-            return _line(rows, below[1], known[below[1]], below[0], known[below[0]])
-        return known[below[0]]  # a trial will tell
-
-
-def _line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
-    return y1 + (x - x1) / (x2 - x1) * (y2 - y1)
+            share = (rows - below[0]) / (above - below[0])
+            return known[below[0]] + share * (known[above] - known[below[0]])
+        if len(below) > 1:
+            slope = (known[below[0]] - known[below[1]]) / (below[0] - below[1])
+        else:
+            slope = _ROW_SHARE * known[below[0]]
+        return known[below[0]] + max(0.0, slope) * (rows - below[0])
 
 
 class Rates:
@@ -148,13 +154,14 @@ class Rates:
 class Candidate:
     """An answer that may get guesses: its slot, at most how many, their rate, and what it takes to begin.
 
-    ``debt`` is in seconds per step: what the drafter must do beforehand, spread over the steps that it serves for.
+    ``debt`` is what the drafter must do beforehand, in seconds, for the next ``steps`` steps.
     """
 
     slot: int
     most: int
     rate: float
     debt: float = 0.0
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class Choice:
     depth: int
     slots: tuple[int, ...]
     gain: float
-    loss: float  # seconds that it takes longer than single steps would for its tokens, if that is how it is
+    loss: float  # seconds that one such step takes longer than single steps would for its tokens
 
 
 def best_choice(
@@ -186,20 +193,30 @@ def best_choice(
     if single is None or not candidates or free < 1:
         return None
     ranked = sorted(candidates, key=lambda one: (-one.rate, one.slot))
-    best: Choice | None = None
+    more = [0.0] * len(ranked)  # tokens that each may expect of its guesses
+    power = [1.0] * len(ranked)
+    best: tuple[float, int, list[int], float] | None = None
     for depth in range(1, min(free, max(one.most for one in ranked)) + 1):
+        if best is not None and depth > best[1] + 2:
+            break  # it gets worse: what guesses give shrinks with the depth, and what rows take does not
         chosen = dict(lengths)
         slots: list[int] = []
-        expected, debt = float(streams), 0.0
-        for one in ranked:
+        expected, cost, debt = float(streams), depth * draft_seconds, 0.0
+        for index, one in enumerate(ranked):
+            power[index] *= one.rate
+            more[index] += power[index]
             if one.most < depth or (len(slots) + 1) * depth > free:
                 continue
             chosen[one.slot] += depth
             slots.append(one.slot)
-            expected += sum(one.rate**power for power in range(1, depth + 1))
-            debt += one.debt
-            seconds = (times.seconds(micro_batches(chosen, n_chunk)) or 0.0) + depth * draft_seconds + debt
-            gain = (expected / seconds) / (streams / single) if seconds and single else 1.0
-            if best is None or gain > best.gain:
-                best = Choice(depth, tuple(slots), gain, seconds - single * expected / streams)
-    return best
+            expected += more[index]
+            cost += one.debt / one.steps
+            debt += one.debt - one.debt / one.steps
+            seconds = (times.seconds(micro_batches(chosen, n_chunk)) or 0.0) + cost
+            gain = (expected * single) / (streams * seconds) if seconds and single else 1.0
+            if best is None or gain > best[0]:
+                best = gain, depth, slots.copy(), seconds + debt - single * expected / streams
+    if best is None:
+        return None
+    gain, depth, slots, loss = best
+    return Choice(depth, tuple(slots), gain, loss)

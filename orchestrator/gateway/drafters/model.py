@@ -30,6 +30,10 @@ SIZE_DIFFERENCE: Final = 128
 
 _ROWS: Final = 512
 _TRIAL_ROWS: Final = 32
+_TRIALS: Final = 4
+
+_USUAL: Final = 2
+"""Tokens that it has not read where all of its last guesses were right: the last of them, and the one behind."""
 
 
 class ModelDrafter:
@@ -95,7 +99,7 @@ class ModelDrafter:
 
     def debt(self, slot: int, tokens: Sequence[int]) -> float:
         """Return what reading the text takes, as far as it was not read."""
-        return self._reading * max(0, len(tokens) - common_prefix(self._held[slot], list(tokens)) - 2)
+        return self._reading * max(0, len(tokens) - common_prefix(self._held[slot], list(tokens)) - _USUAL)
 
     def close(self) -> None:
         """Free the model."""
@@ -110,12 +114,16 @@ class ModelDrafter:
             news[one.slot] = tokens[len(self._held[one.slot]) :]
         guesses: dict[int, list[int]] = {one.slot: [] for one in wanted}
         count = {one.slot: one.count for one in wanted}
+        is_ready = all(len(new) <= _USUAL for new in news.values())
+        begun = self._now()
         while news:
             logits = self._decode(news)
             chosen = dict(zip(news, logits[:, : self._n_common].argmax(axis=1).tolist(), strict=True))
             for slot, token in chosen.items():
                 guesses[slot].append(token)
             news = {slot: [token] for slot, token in chosen.items() if len(guesses[slot]) < count[slot]}
+        if is_ready:
+            self._times.observe([len(wanted)], (self._now() - begun) / max(count.values()))
         return {slot: Draft(tuple(tokens)) for slot, tokens in guesses.items()}
 
     def _decode(self, news: Mapping[int, Sequence[int]]) -> FloatArray:
@@ -135,11 +143,8 @@ class ModelDrafter:
                 np.array(outputs, np.bool_),
             )
         )
-        seconds = self._now() - begun
-        if len(rows) == len(news):
-            self._times.observe([len(rows)], seconds)
-        elif len(rows) >= _TRIAL_ROWS:
-            self._reading = seconds / len(rows)
+        if len(rows) >= _TRIAL_ROWS:
+            self._reading = (self._now() - begun) / len(rows)
         for slot, new in news.items():
             self._held[slot].extend(new)
         return outcome.logits if outcome.logits is not None else np.empty((0, self._n_common), np.float32)
@@ -152,8 +157,10 @@ class ModelDrafter:
 
     def _try(self) -> None:
         """Find out how fast it is, before anybody waits for it."""
-        for new in ([0] * _TRIAL_ROWS, [0], [0], [0]):
-            self._decode({0: new})
+        text = [0] * _TRIAL_ROWS
+        for _ in range(_TRIALS):
+            (draft,) = self._guess([Wanted(0, text, 2, 2)]).values()
+            text += draft.tokens
         self._cut(0, 0)
 
 
