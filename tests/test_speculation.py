@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 
 import numpy as np
@@ -10,17 +11,23 @@ from fake_backend import FakeBackend, greedy, logits_of
 from fake_engine import END_OF_TURN, N_VOCAB, FailOnce, FakeModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from speculation_twin import Clock, KnowingDrafter, TimedBackend
 
+from orchestrator.api.readings import readings
+from orchestrator.api.stream import timings_body
 from orchestrator.errors import ComputeError, StepDroppedError
 from orchestrator.gateway.backend import BackendFacts, Invariance
 from orchestrator.gateway.depth import Candidate, Rates, StepTimes, best_choice, micro_batches
 from orchestrator.gateway.drafters.ngram import SHORTEST, NgramDrafter, NgramIndex
 from orchestrator.gateway.gateway import Gateway
+from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.sampling import SamplingParameters
 from orchestrator.gateway.scheduler import Limits
 from orchestrator.gateway.sequence import GenerationRequest, TextDelta
 from orchestrator.gateway.speculation import Speculation, why_not
+from orchestrator.monitor.render import View, render
+from orchestrator.status.snapshot import FleetSnapshot, SpeculationSnapshot
 
 GREEDY = SamplingParameters(temperature=0)
 
@@ -484,3 +491,42 @@ def test_any_mixture_of_requests_gets_its_answers(data):
     found, gateway, backend = answers(requests, KnowingDrafter(rate), adaptive=adaptive, **options)
     assert [answer[:2] for answer in found] == [answer[:2] for answer in expected]
     assert [slot.held_tokens for slot in gateway.state().slots] == [len(cache) for cache in backend.caches]
+
+
+# --- how it is told -----------------------------------------------------------------------------------------------
+
+
+def test_status_metrics_and_monitor_say_how_guessing_goes():
+    request = GenerationRequest(numbers(10, 1), 28, GREEDY, ignore_end=True)
+    ((_, _, end),), gateway, _ = answers([request], KnowingDrafter(1.0), depth=6)
+    report = FleetReport(
+        model="fake",
+        contract="exact",
+        engine="none",
+        state=gateway.state,
+        statistics=None,
+        now=lambda: 1.0,
+        wall=lambda: 2.0,
+        speculation="auto: the text itself",
+    )
+    snapshot = report.snapshot()
+    assert snapshot.speculation == SpeculationSnapshot("auto: the text itself", 23, 23, 28 / 5)
+    assert FleetSnapshot.from_json(snapshot.to_json()).speculation == snapshot.speculation
+    console = Console(width=120, file=io.StringIO())
+    console.print(render(View("http://here", snapshot), 120))
+    assert "5.60 tokens/step, 100 % of guesses right" in console.file.getvalue()
+    found = {reading.name: reading.value for reading in readings(gateway.state(), snapshot)}
+    assert (found["drafted_tokens"], found["accepted_tokens"], found["tokens_per_step"]) == (23, 23, 5.6)
+    assert end[0] == "length"
+
+
+def test_an_answer_says_how_many_of_its_tokens_were_guessed():
+    backend = FakeBackend()
+    gateway = Gateway(
+        FakeModel(), backend, speculation=Speculation(KnowingDrafter(1.0), backend.facts, adaptive=False, depth=6)
+    )
+    generation = gateway.submit(GenerationRequest(numbers(10, 1), 28, GREEDY, ignore_end=True))
+    run(gateway)
+    *_, end = list(generation)
+    times = timings_body(end)
+    assert (times["draft_n"], times["draft_n_accepted"], times["predicted_n"], times["prompt_n"]) == (23, 23, 28, 10)
