@@ -5,9 +5,11 @@ The default model is a Mixture of Experts made from a dense one, which is its dr
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 
 import pytest
+from serve_process import get, post, run_linkcpp, running
 from speculation_prompts import COPY, PROMPTS, QUICK
 
 from orchestrator.engine.model import Model
@@ -262,3 +264,37 @@ def test_a_draft_model_that_fails_costs_no_answer(synthetic, monkeypatch):
         monkeypatch.setattr(ModelDrafter, "_decode", fail_sometimes)
         assert run_all(backbone, settings("draft", path), prompts)[0] == expected
     assert len(calls) > 20
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def test_options_that_contradict_each_other_are_refused():
+    done = run_linkcpp("chat", "m.gguf", "--speculate", "draft", "--prompt", "Hi")
+    assert done.returncode == 2
+    assert "needs a --draft-model" in done.stderr
+    done = run_linkcpp("chat", "m.gguf", "--speculate", "ngram", "--draft-model", "d.gguf", "--prompt", "Hi")
+    assert done.returncode == 2
+    assert "uses no --draft-model" in done.stderr
+
+
+@pytest.mark.slow
+def test_chat_says_the_same_with_each_drafter(path, dense):
+    question = ("chat", str(path), "--prompt", COPY[3], "--temperature", "0", "--max-tokens", "60", "--threads", "1")
+    plain = run_linkcpp(*question, "--speculate", "off")
+    assert plain.returncode == 0
+    assert "class Store" in plain.stdout
+    for options in ((), ("--speculate", "ngram"), ("--speculate", "draft", "--draft-model", str(dense))):
+        assert run_linkcpp(*question, *options).stdout == plain.stdout
+
+
+@pytest.mark.slow
+def test_serve_says_who_guesses_and_counts(path, dense):
+    with running(path, "--draft-model", dense, "--threads", 1, "--unverified") as server:
+        assert server.ready["speculation"]["words"] == "auto: the draft model smollm2.gguf, at most 8 tokens at once"
+        body = {"messages": [{"role": "user", "content": COPY[3]}], "max_tokens": 40}
+        status, text = post(server.url, body, "/v1/chat/completions")
+        assert (status, json.loads(text)["timings"]["predicted_n"]) == (200, 40)
+        _, fleet = get(server.url, "/status")
+        assert fleet["speculation"]["tokens_per_step"] >= 1
+        assert server.stop() == 0
