@@ -38,6 +38,13 @@ class Contract(enum.Enum):
     SUM = "sum"  # one F32 row per token: the weighted partial sum of this worker's experts
 
 
+class Boundary(enum.Enum):
+    """How the stages of a ring hand on what crosses the cut between them."""
+
+    F32 = "f32"  # the engine's own bytes
+    F16 = "f16"  # floats rounded to F16, see wire/boundary.py
+
+
 class RefusalCode(enum.IntEnum):
     """Why a worker refuses a request; the connection stays open unless stated otherwise."""
 

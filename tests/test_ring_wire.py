@@ -14,6 +14,7 @@ from test_wire_codec import assert_same, decode, with_fixed
 from orchestrator.errors import ProtocolError
 from orchestrator.ring.items import detached
 from orchestrator.types import EngineIdentity
+from orchestrator.wire.boundary import BoundaryCodec
 from orchestrator.wire.codec import push_message
 from orchestrator.wire.fields import Writer
 from orchestrator.wire.messages import MessageType
@@ -52,7 +53,9 @@ def steps(draw: st.DrawFn) -> Step:
     n = draw(st.integers(1, 9))
     arrays = [np.array(draw(st.lists(i32, min_size=n, max_size=n)), np.int32) for _ in range(3)]
     outputs = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
-    return Step(draw(u64), draw(u16), *arrays, outputs, draw(spent), draw(st.binary(max_size=70)))
+    codec = draw(st.sampled_from(BoundaryCodec))
+    boundary = draw(st.binary(max_size=70).filter(lambda data: codec is not BoundaryCodec.F16 or not len(data) % 2))
+    return Step(draw(u64), draw(u16), *arrays, outputs, draw(spent), boundary, codec)
 
 
 @st.composite
@@ -118,13 +121,19 @@ def test_changed_bytes_are_a_message_or_a_protocol_error(message: RingMessage, d
 
 @pytest.mark.parametrize(
     ("n", "n_bytes", "codec", "n_spent"),
-    [(0, 0, 0, 0), (2, 0, 0, 0), (1, 4, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (2**32 - 1, 2**32 - 1, 0, 255)],
+    [(0, 0, 0, 0), (2, 0, 0, 0), (1, 4, 0, 0), (1, 0, 3, 0), (1, 0, 0, 1), (2**32 - 1, 2**32 - 1, 0, 255)],
 )
 def test_a_step_that_contradicts_itself_is_refused(n: int, n_bytes: int, codec: int, n_spent: int) -> None:
     good = STEP.pack(1, 0, 0, 0, 0) + bytes(16)
     with_fixed(MessageType.STEP, good)
     with pytest.raises(ProtocolError, match="a STEP of 28 bytes"):
         with_fixed(MessageType.STEP, STEP.pack(n, n_bytes, 0, codec, n_spent) + bytes(16))
+
+
+def test_halves_of_an_odd_number_of_bytes_are_refused() -> None:
+    with_fixed(MessageType.STEP, STEP.pack(1, 3, 0, BoundaryCodec.MIXED, 0) + bytes(20))
+    with pytest.raises(ProtocolError, match="3 bytes of boundary, codec 1"):
+        with_fixed(MessageType.STEP, STEP.pack(1, 3, 0, BoundaryCodec.F16, 0) + bytes(20))
 
 
 @pytest.mark.parametrize(("rows", "length", "codec"), [(1, 2, 0), (2, 1, 0), (1, 1, 7), (2**31, 2**31, 0)])

@@ -42,7 +42,7 @@ from orchestrator.ring.state import RingFacts, RingState
 from orchestrator.transport.base import Connector
 from orchestrator.transport.patience import LONGEST, Patience
 from orchestrator.transport.unix import connector_of
-from orchestrator.types import EngineIdentity
+from orchestrator.types import Boundary, EngineIdentity
 from orchestrator.wire.messages import Goodbye, Message, Ping, Pong
 from orchestrator.wire.ring_messages import (
     Cancel,
@@ -79,7 +79,7 @@ class Ring(Driver):
 
     ``identity`` is this process's engine and ``model_sha256`` the model's identity where it is known; stages that
     have others are refused. ``timeout`` is in seconds: how long nothing may come round while something is in flight.
-    A context manager, used by one thread.
+    ``boundary`` is how stages hand on what crosses their cuts. A context manager, used by one thread.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Ring(Driver):
         client: str = "gateway",
         connector: Callable[[str], Connector] = connector_of,
         saved_limit: int = 1 << 30,
+        boundary: Boundary = Boundary.F32,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if not addresses and not local:
@@ -107,9 +108,11 @@ class Ring(Driver):
             connect_timeout=connect_timeout,
             connector=connector,
             saved_limit=saved_limit,
+            boundary=boundary,
             now=now,
         )
         self._timeout = timeout
+        self._boundary = boundary
         self._now = now
         self._used: Mapping[str, tuple[LayerRange, ...]] = {}
         self._index_of: dict[int, int] = {}  # where in the ring the range that begins at a layer is
@@ -151,7 +154,7 @@ class Ring(Driver):
                 self.lost_stage, self._lost_address = error.stage, opener.trying
             raise
         if not self._was_open:
-            self._state, self._was_open = RingState(facts, self._explain), True
+            self._state, self._was_open = RingState(facts, self._explain, self._boundary), True
         self._index_of = {hop.layers.first: index for index, hop in enumerate(self._hops)}
         self._index_of[facts.n_layer] = len(self._hops)
         self._state.reset()

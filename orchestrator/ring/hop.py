@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from orchestrator.errors import InputError, LinkcppError
+from orchestrator.errors import InputError, LinkcppError, ProtocolError
 from orchestrator.ring.items import Item, batch_of, operation_of
 from orchestrator.ring.layout import LayerRange
 from orchestrator.ring.steps import (
@@ -28,6 +28,7 @@ from orchestrator.ring.steps import (
     TokenBatch,
 )
 from orchestrator.types import FloatArray
+from orchestrator.wire.boundary import BoundaryCodec, decode, encode
 from orchestrator.wire.ring_messages import Fault, FaultKind, Operate, Outcome, Step
 
 _MOST_MICROSECONDS = 0xFFFFFFFF
@@ -136,7 +137,7 @@ class Hop:
         with suppress(LinkcppError):  # what was refused is refused again
             batch = batch_of(step)
             self._check(batch)
-            self.compute.rehearse(batch, bytes(step.boundary))
+            self.compute.rehearse(batch, decode(step.codec, step.boundary))
 
     def run(self, item: Item) -> Item:
         """Do what an item asks and return what goes on to the next layers. Raises nothing that the item causes."""
@@ -162,10 +163,11 @@ class Hop:
         try:
             batch = batch_of(step)
             self._check(batch)
+            boundary = decode(step.codec, step.boundary)
             begin = self._clock()
-            output = self.compute.decode(batch, bytes(step.boundary))
+            output = self.compute.decode(batch, boundary)
             spent = min((self._clock() - begin) // 1000, _MOST_MICROSECONDS)
-        except InputError as error:
+        except (InputError, ProtocolError) as error:
             return self._fault(number, FaultKind.REFUSED, str(error))
         except (LinkcppError, MemoryError) as error:
             return self._fault(number, FaultKind.FAILED, str(error) or "out of memory")
@@ -181,7 +183,10 @@ class Hop:
             if logits is None:
                 logits = np.empty((0, self.compute.n_vocab), np.float32)
             return Outcome(number, layer, times, logits)
-        return Step(number, layer, step.tokens, step.positions, step.sequences, step.outputs, times, output.boundary)
+        codec, boundary = step.codec, output.boundary
+        if codec is not BoundaryCodec.F32:
+            codec, boundary = encode(boundary)
+        return Step(number, layer, step.tokens, step.positions, step.sequences, step.outputs, times, boundary, codec)
 
     def _fault(self, number: int, kind: FaultKind, text: str) -> Fault:
         return Fault(number, self.layers.last, kind, self.layers.first, self.layers.last, text)

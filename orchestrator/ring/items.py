@@ -22,6 +22,8 @@ from orchestrator.ring.steps import (
     Shift,
     TokenBatch,
 )
+from orchestrator.types import Boundary
+from orchestrator.wire.boundary import BoundaryCodec
 from orchestrator.wire.ring_messages import Fault, Operate, Outcome, Step
 
 Item: TypeAlias = Step | Outcome | Operate | Fault
@@ -39,9 +41,13 @@ _CODES: dict[int, type[RingOperation]] = {
 _CODE_OF = {kind: code for code, kind in _CODES.items()}
 
 
-def step_item(number: int, batch: TokenBatch) -> Step:
-    """Make the item that carries a batch into layer 0."""
-    return Step(number, 0, batch.tokens, batch.positions, batch.sequences, batch.outputs, (), b"")
+_CODEC_OF = {Boundary.F32: BoundaryCodec.F32, Boundary.F16: BoundaryCodec.F16}
+
+
+def step_item(number: int, batch: TokenBatch, boundary: Boundary = Boundary.F32) -> Step:
+    """Make the item that carries a batch into layer 0; every stage sends its boundary on as the item says."""
+    arrays = batch.tokens, batch.positions, batch.sequences, batch.outputs
+    return Step(number, 0, *arrays, (), b"", _CODEC_OF[boundary])
 
 
 def detached(item: Item) -> Item:
@@ -50,7 +56,7 @@ def detached(item: Item) -> Item:
         return Outcome(item.sequence, item.layer, item.spent, item.logits.copy())
     if isinstance(item, Step):
         arrays = (item.tokens.copy(), item.positions.copy(), item.sequences.copy(), item.outputs.copy())
-        return Step(item.sequence, item.layer, *arrays, item.spent, bytes(item.boundary))
+        return Step(item.sequence, item.layer, *arrays, item.spent, bytes(item.boundary), item.codec)
     return item
 
 

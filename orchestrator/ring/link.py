@@ -29,6 +29,7 @@ from orchestrator.wire.ring_messages import (
 from orchestrator.wire.state import Role
 
 _ASSIGN_MINOR: Final = 1  # the protocol's version that brought it
+_CODEC_MINOR: Final = 2
 
 
 class StageLink:
@@ -78,6 +79,11 @@ class StageLink:
     def can_assign(self) -> bool:
         """Tell whether both sides know :class:`Assign`."""
         return self._connection.minor >= _ASSIGN_MINOR
+
+    @property
+    def can_round(self) -> bool:
+        """Tell whether both sides know boundaries in other codecs than F32."""
+        return self._connection.minor >= _CODEC_MINOR
 
     def request(
         self, message: Attach | Route | Assign, deadline: float, extend: Callable[[], float] | None = None

@@ -15,7 +15,7 @@ from orchestrator.ring.profile import LocalStage, StageProfile, agree, profile_o
 from orchestrator.ring.state import RingFacts
 from orchestrator.transport.base import Connector, parse_address
 from orchestrator.transport.unix import connector_of, is_unix
-from orchestrator.types import EngineIdentity
+from orchestrator.types import Boundary, EngineIdentity
 from orchestrator.wire.messages import SUPPORTED, Hello
 from orchestrator.wire.ring_messages import Assign, Attach, Probed, Purpose, Route
 
@@ -73,6 +73,7 @@ class Opener:
         connect_timeout: float,
         connector: Callable[[str], Connector] = connector_of,
         saved_limit: int = 1 << 30,
+        boundary: Boundary = Boundary.F32,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.local = [Hop(stage, clock=time.perf_counter_ns, saved_limit=saved_limit) for stage in local]
@@ -84,6 +85,7 @@ class Opener:
         self._model_sha256 = model_sha256
         self._client = client
         self._timeout = connect_timeout
+        self._boundary = boundary
         self._connector = connector
         self._now = now
         self._requests = 0
@@ -128,6 +130,7 @@ class Opener:
         link = StageLink(self._connector(address), address)
         try:
             profile = profile_of(link.open(self._hello(), _LOOK_SECONDS, self._now() + _LOOK_SECONDS), address)
+            self._require_boundary(link)
             self._check(profile)
             if self._reference is not None:
                 agree([self._reference, profile])
@@ -172,6 +175,7 @@ class Opener:
         for place in self.places:
             self.trying = place.address
             welcome = place.control.open(hello, self._timeout, self._now() + self._timeout)
+            self._require_boundary(place.control)
             place.profile = profile_of(welcome, place.address)
             profiles.append(place.profile)
         return profiles
@@ -204,6 +208,14 @@ class Opener:
                 f"has another engine: {profile.identity}, the gateway has {self._identity}",
                 stage=profile.name,
                 hint="install the same linkcpp on all machines",
+            )
+
+    def _require_boundary(self, link: StageLink) -> None:
+        if self._boundary is not Boundary.F32 and not link.can_round:
+            raise StageRefusedError(
+                f"speaks a version in which boundaries cannot travel as {self._boundary.value}",
+                stage=link.name,
+                hint="install the same linkcpp on all machines, or leave the boundary at f32",
             )
 
     def _order(self, facts: RingFacts, wanted: Mapping[str, Sequence[LayerRange] | None]) -> None:

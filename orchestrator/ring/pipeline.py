@@ -15,17 +15,18 @@ from orchestrator.ring.hop import Hop
 from orchestrator.ring.items import Item
 from orchestrator.ring.layout import LayerRange, tile
 from orchestrator.ring.state import RingFacts, RingState
+from orchestrator.types import Boundary
 from orchestrator.wire.ring_messages import Fault, Operate
 
 
 class Pipeline(Driver):
     """A ring over hops of this process, in any order; together they must hold every layer once."""
 
-    def __init__(self, hops: Sequence[Hop], facts: RingFacts) -> None:
+    def __init__(self, hops: Sequence[Hop], facts: RingFacts, boundary: Boundary = Boundary.F32) -> None:
         order = tile([(hop.layers, f"hop {index}") for index, hop in enumerate(hops)], facts.n_layer)
         self.hops = tuple(hops[index] for index in order)
         self._queues: tuple[deque[Item], ...] = tuple(deque() for _ in self.hops)
-        self._state = RingState(facts, explain)
+        self._state = RingState(facts, explain, boundary)
 
     def advance(self, index: int) -> bool:
         """Let one hop run the next item in front of it; False if there is none."""

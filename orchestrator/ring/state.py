@@ -39,7 +39,7 @@ from orchestrator.ring.steps import (
     Shift,
     TokenBatch,
 )
-from orchestrator.types import FloatArray
+from orchestrator.types import Boundary, FloatArray
 from orchestrator.wire.ring_messages import Fault, Operate, Outcome
 
 
@@ -101,13 +101,22 @@ class _Entry:
 
 
 class RingState:
-    """The gateway's books of one ring. ``explain`` makes the error of a fault, in words that name the stage."""
+    """The gateway's books of one ring. ``explain`` makes the error of a fault, in words that name the stage.
 
-    def __init__(self, facts: RingFacts, explain: Callable[[Fault | Operate], LinkcppError]) -> None:
+    ``boundary`` says how the stages hand on what crosses their cuts.
+    """
+
+    def __init__(
+        self,
+        facts: RingFacts,
+        explain: Callable[[Fault | Operate], LinkcppError],
+        boundary: Boundary = Boundary.F32,
+    ) -> None:
         self.facts = facts
         self.broken: LinkcppError | None = None
         self.positions = Positions(facts.n_sequences, facts.n_ctx)
         self._explain = explain
+        self._boundary = boundary
         self._last = 0
         self._entries: deque[_Entry] = deque()
         self._outstanding: deque[int] = deque()  # what has not come out at the end
@@ -128,7 +137,7 @@ class RingState:
         if not 0 <= min(tokens) <= max(tokens) < self.facts.n_vocab:
             raise InputError(f"token ids must be from 0 to {self.facts.n_vocab - 1}")
         before = self.positions.append(batch)
-        return step_item(self._enter(batch, None, before), batch)
+        return step_item(self._enter(batch, None, before), batch, self._boundary)
 
     def operate(self, operation: RingOperation) -> tuple[Item, ...] | None:
         """Take an operation and return its items, None (and nothing changed) where this model's memory cannot do it.

@@ -37,7 +37,7 @@ class VersionRange:
         return low if self.lowest == self.highest else f"{low} to {MAJOR}.{self.highest}"
 
 
-SUPPORTED: Final = VersionRange(lowest=0, highest=1)
+SUPPORTED: Final = VersionRange(lowest=0, highest=2)
 
 
 class MessageType(enum.IntEnum):

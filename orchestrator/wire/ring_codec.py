@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from orchestrator.errors import ProtocolError
+from orchestrator.wire.boundary import BoundaryCodec
 from orchestrator.wire.control import TEXT_LIMIT, pull_identity, push_identity
 from orchestrator.wire.fields import Reader, Writer
 from orchestrator.wire.messages import MessageType
@@ -40,9 +41,11 @@ STEP: Final = struct.Struct("<IIHBB")  # tokens n, boundary bytes, layer, bounda
 OUTCOME: Final = struct.Struct("<IIHBB")  # rows, row length, layer, codec, ranges passed
 
 RAW: Final = 0
-"""The only codec of boundaries and logits so far: the engine's own bytes."""
+"""The only codec of logits: the engine's own bytes."""
 
 MAX_RANGES: Final = 4096
+
+_BOUNDARY_CODECS: Final = {int(codec): codec for codec in BoundaryCodec}
 
 _FLAG: Final = (np.zeros(1, np.bool_), np.ones(1, np.bool_))
 for _array in _FLAG:
@@ -60,11 +63,11 @@ def push_step(message: Step) -> list[bytes | memoryview]:
         # Single tokens are most of all steps. Behind a computation no code is in the processor's caches any more,
         # and then each numpy call takes 5 to 10 us.
         values = message.tokens.item(), message.positions.item(), message.sequences.item(), message.outputs.item()
-        one = _step_of_one(len(spent)).pack(1, size, message.layer, RAW, len(spent), *values, *spent)
+        one = _step_of_one(len(spent)).pack(1, size, message.layer, message.codec, len(spent), *values, *spent)
         return [one, boundary] if size else [one]
     head = b"".join(
         (
-            STEP.pack(n, size, message.layer, RAW, len(spent)),
+            STEP.pack(n, size, message.layer, message.codec, len(spent)),
             message.tokens.astype(_I32, copy=False).tobytes(),
             message.positions.astype(_I32, copy=False).tobytes(),
             message.sequences.astype(_I32, copy=False).tobytes(),
@@ -100,12 +103,14 @@ def pull_step(sequence: int, payload: memoryview) -> Step:
     size = len(payload)
     if size < STEP.size:
         raise ProtocolError(f"a STEP of {size} bytes is too short")
-    n, n_bytes, layer, codec, n_spent = STEP.unpack_from(payload)
+    n, n_bytes, layer, code, n_spent = STEP.unpack_from(payload)
+    codec = _BOUNDARY_CODECS.get(code)
     flags_at = STEP.size + 12 * n
     spent_at = flags_at + n + -n % 4
     boundary_at = spent_at + 4 * n_spent
-    if not n or codec != RAW or size != boundary_at + n_bytes + -n_bytes % 4:
-        raise ProtocolError(f"a STEP of {size} bytes says {n} tokens, {n_bytes} bytes of boundary, codec {codec}")
+    is_odd = codec is BoundaryCodec.F16 and n_bytes % 2
+    if not n or codec is None or is_odd or size != boundary_at + n_bytes + -n_bytes % 4:
+        raise ProtocolError(f"a STEP of {size} bytes says {n} tokens, {n_bytes} bytes of boundary, codec {code}")
     numbers = np.frombuffer(payload, _I32, 3 * n, STEP.size)
     outputs = _FLAG[payload[flags_at] != 0] if n == 1 else np.frombuffer(payload, np.uint8, n, flags_at) != 0
     return Step(
@@ -117,6 +122,7 @@ def pull_step(sequence: int, payload: memoryview) -> Step:
         outputs,
         _spent(n_spent).unpack_from(payload, spent_at),
         payload[boundary_at : boundary_at + n_bytes],
+        codec,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.types import EngineIdentity, FloatArray, IntArray
+from orchestrator.wire.boundary import BoundaryCodec
 from orchestrator.wire.messages import MessageType
 
 
@@ -113,6 +114,7 @@ class Step:
     outputs: npt.NDArray[np.bool_]  # [n]: whose logits are wanted
     spent: tuple[int, ...]  # microseconds of computation at each range so far
     boundary: bytes | memoryview  # empty in front of layer 0
+    codec: BoundaryCodec = BoundaryCodec.F32  # of the boundary; since version 1.2 it may be another
 
 
 @dataclass(frozen=True, slots=True, eq=False)
