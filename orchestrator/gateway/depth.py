@@ -166,12 +166,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A depth and the slots that get it; ``gain`` is in tokens per second, those of single steps being 1."""
+    """A depth and the slots that get it; ``gain`` is in tokens per second, those of single steps being 1.
+
+    ``seconds`` is what the first such step takes, all debts included, and ``plain`` what its tokens take without it.
+    """
 
     depth: int
     slots: tuple[int, ...]
     gain: float
-    loss: float  # seconds that one such step takes longer than single steps would for its tokens
+    seconds: float
+    plain: float
 
 
 def best_choice(
@@ -195,7 +199,7 @@ def best_choice(
     ranked = sorted(candidates, key=lambda one: (-one.rate, one.slot))
     more = [0.0] * len(ranked)  # tokens that each may expect of its guesses
     power = [1.0] * len(ranked)
-    best: tuple[float, int, list[int], float] | None = None
+    best: tuple[float, int, list[int], float, float] | None = None
     for depth in range(1, min(free, max(one.most for one in ranked)) + 1):
         if best is not None and depth > best[1] + 2:
             break  # it gets worse: what guesses give shrinks with the depth, and what rows take does not
@@ -215,8 +219,8 @@ def best_choice(
             seconds = (times.seconds(micro_batches(chosen, n_chunk)) or 0.0) + cost
             gain = (expected * single) / (streams * seconds) if seconds and single else 1.0
             if best is None or gain > best[0]:
-                best = gain, depth, slots.copy(), seconds + debt - single * expected / streams
+                best = gain, depth, slots.copy(), seconds + debt, single * expected / streams
     if best is None:
         return None
-    gain, depth, slots, loss = best
-    return Choice(depth, tuple(slots), gain, loss)
+    gain, depth, slots, taken, plain = best
+    return Choice(depth, tuple(slots), gain, taken, plain)

@@ -243,9 +243,10 @@ class Speculation:
             age = self.times.age(rows[0])
             if age is None or age > STALE_STEPS * max(1.0, choice.gain) ** 2:
                 return False
-        if choice.gain >= (MARGIN if self.drafter.is_free else COSTLY_MARGIN):
+        margin = MARGIN if self.drafter.is_free else COSTLY_MARGIN
+        if choice.gain >= margin:
             return True
-        if choice.loss > self._budget:
+        if choice.seconds - choice.plain / margin > self._budget:
             return False
         self._budget = 0.0
         return True
