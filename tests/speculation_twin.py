@@ -31,6 +31,7 @@ class KnowingDrafter:
         seconds_each: float = 0.0,
         clock: Clock | None = None,
         continuation: Callable[[Sequence[int], int], list[int]] | None = None,
+        n_vocab: int = N_VOCAB,
     ) -> None:
         self.rate = rate
         self.is_free = is_free
@@ -40,6 +41,7 @@ class KnowingDrafter:
         self._clock = clock
         self._script = script
         self._continuation = continuation
+        self._n_vocab = n_vocab
         self._random = np.random.default_rng(0)
 
     def begin(self, slot: int) -> None:
@@ -54,7 +56,7 @@ class KnowingDrafter:
                 tokens = greedy(one.tokens, one.count, self._script)
             wrong = self._random.random(one.count) >= self.rate
             drafts[one.slot] = Draft(
-                tuple((token + 1) % N_VOCAB if bad else token for token, bad in zip(tokens, wrong, strict=True))
+                tuple((token + 1) % self._n_vocab if bad else token for token, bad in zip(tokens, wrong, strict=True))
             )
         if self._clock is not None and wanted:
             self._clock.now += self._seconds_each * max(one.count for one in wanted)
