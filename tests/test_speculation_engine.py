@@ -257,7 +257,7 @@ def test_a_draft_model_that_fails_costs_no_answer(synthetic, monkeypatch):
 
         def fail_sometimes(self, news):
             calls.append(news)
-            if len(calls) > 12 and len(calls) % 7 == 0:  # the first ones are its trial at the beginning
+            if len(calls) > 20 and len(calls) % 7 == 0:  # the first ones are its trial at the beginning
                 raise ComputeError("out of luck")
             return decode(self, news)
 

@@ -156,12 +156,14 @@ class ModelDrafter:
             del held[keep:]
 
     def _try(self) -> None:
-        """Find out how fast it is, before anybody waits for it."""
-        text = [0] * _TRIAL_ROWS
-        for _ in range(_TRIALS):
-            (draft,) = self._guess([Wanted(0, text, 2, 2)]).values()
-            text += draft.tokens
-        self._cut(0, 0)
+        """Find out how fast it is, before anybody waits for it; the first time its weights are read from the disk."""
+        for _ in range(2):
+            self._times = StepTimes()
+            text = [0] * _TRIAL_ROWS
+            for _ in range(_TRIALS):
+                (draft,) = self._guess([Wanted(0, text, 2, 2)]).values()
+                text += draft.tokens
+            self._cut(0, 0)
 
 
 def common_vocabulary(draft: Model, target: Model) -> int:
