@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner, Result
@@ -27,8 +29,11 @@ from orchestrator.onboarding.architecture_results import ArchitectureResult
 from orchestrator.onboarding.architecture_table import Provenance, document, rows
 from orchestrator.onboarding.architectures import SHAPES, SeriesOptions, run_architectures, untried
 from orchestrator.onboarding.children import JobFailedError, run_job
+from orchestrator.onboarding.cuts import CutFindings, try_cuts
 from orchestrator.onboarding.descriptors import DescriptorSummary
-from orchestrator.types import Contract, LayerDescriptor
+from orchestrator.ring.pipeline import Pipeline
+from orchestrator.ring.steps import TokenBatch
+from orchestrator.types import Contract, FloatArray, LayerDescriptor
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 QUICK = SeriesOptions(worker_counts=(2,), steps=1)
@@ -112,7 +117,7 @@ def test_the_page_has_every_recipe_and_every_shape() -> None:
 def test_a_page_says_what_failed_and_what_was_not_tried() -> None:
     failed = ArchitectureResult("gemma4", None, "gemma4.cpp", "0", built=True, reason="ended by SIGABRT", seconds=1.0)
     page = document([failed, untried("llama"), untried("lfm2")], [], MADE)
-    assert "| gemma4 | - | - | - | FAILED | - | - | ended by SIGABRT |" in page
+    assert "| gemma4 | - | - | - | FAILED | - | - | - | ended by SIGABRT |" in page
     assert "| llama | - | - | - | not tried |" in page
     assert "- `lfm2`: no experts" in page
     assert "0 of 2 pass" in page
@@ -297,3 +302,35 @@ def test_a_job_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_rows_are_of_what_can_be_made() -> None:
     assert rows([untried("lfm2")]) == []
+
+
+# --- cuts into stages ---------------------------------------------------------------------------------------------
+
+
+def test_cuts_that_differ_fail_their_row_and_are_named(synthetic: Callable[[str], Path]) -> None:
+    found = try_cuts(synthetic("llama"))
+    assert (found.identical, found.different, found.refused) == ((1, 2, 3), (), {})
+    assert CutFindings.from_json(found.to_json()) == found
+    unmarked = try_cuts(synthetic("nomic-bert-moe"))
+    assert unmarked.passed
+    assert unmarked.words().startswith("none; not in front of 1: this architecture does not mark the output")
+    broken = CutFindings(5, (1, 4), (2, 3), {})
+    assert broken.words() == "2 of 4 identical; FAILED in front of 2-3"
+    result = ArchitectureResult("x", None, "x.cpp", "0", built=True, reason="", cuts=broken)
+    assert result.failed
+    assert "0 of 0 can be cut" in document([untried("llama")], [], MADE)
+    assert "1 of 1 can be cut, at 4 places: 2 gave the bytes" in document([result], [], MADE)
+
+
+def test_the_comparison_of_cuts_sees_one_bit(
+    synthetic: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Pipeline.decode
+
+    def flipped(ring: Pipeline, batch: TokenBatch) -> FloatArray:
+        logits = honest(ring, batch).copy()
+        logits.view(np.uint32)[0, 0] ^= 1
+        return logits
+
+    monkeypatch.setattr(Pipeline, "decode", flipped)
+    assert try_cuts(synthetic("llama")).different == (1, 2, 3)

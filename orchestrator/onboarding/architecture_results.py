@@ -20,6 +20,7 @@ from typing import Final
 
 from orchestrator.config import data_dir
 from orchestrator.errors import ConfigError
+from orchestrator.onboarding.cuts import CutFindings
 from orchestrator.onboarding.descriptors import DescriptorSummary
 from orchestrator.onboarding.findings import GateRecord
 from orchestrator.onboarding.traffic import Traffic
@@ -49,6 +50,7 @@ class ArchitectureResult:
     whole_text: bool = False
     embeds: bool = False
     traffic: tuple[Traffic, ...] = ()  # only of shapes
+    cuts: CutFindings | None = None  # only of architectures
 
     @property
     def name(self) -> str:
@@ -67,13 +69,15 @@ class ArchitectureResult:
 
     @property
     def failed(self) -> bool:
-        """Tell whether a model could be made and did not pass."""
-        return self.built and self.tried and not self.passed
+        """Tell whether a model could be made and did not pass, or gave other bytes when it was cut into stages."""
+        is_cut_right = self.cuts is None or self.cuts.passed
+        return self.built and self.tried and not (self.passed and is_cut_right)
 
     def covers(self, recipe: str, worker_counts: Sequence[int]) -> bool:
         """Tell whether this is a pass of the same model at these numbers of workers (or more)."""
         tried = self.record.contracts.get(Contract.EXACT, {}) if self.record is not None else {}
-        return self.passed and self.recipe == recipe and set(worker_counts) <= set(tried)
+        was_cut = self.cuts is not None or self.like is not None
+        return self.passed and was_cut and self.recipe == recipe and set(worker_counts) <= set(tried)
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object; ``passed``, ``exact`` and ``sum`` repeat what the record says."""
@@ -96,6 +100,7 @@ class ArchitectureResult:
             "whole_text": self.whole_text,
             "embeds": self.embeds,
             "traffic": [each.to_json() for each in self.traffic],
+            "cuts": None if self.cuts is None else self.cuts.to_json(),
             "seconds": self.seconds,
             "recipe": self.recipe,
             "record": None if self.record is None else self.record.to_json(),
@@ -107,7 +112,7 @@ class ArchitectureResult:
         try:
             if not isinstance(value, Mapping) or value["format"] != FORMAT:
                 raise ValueError(f"no result of format {FORMAT}")
-            record, descriptors = value["record"], value["descriptor"]
+            record, descriptors, cuts = value["record"], value["descriptor"], value.get("cuts")
             return cls(
                 architecture=str(value["architecture"]),
                 like=None if value["like"] is None else str(value["like"]),
@@ -122,6 +127,7 @@ class ArchitectureResult:
                 whole_text=bool(value["whole_text"]),
                 embeds=bool(value["embeds"]),
                 traffic=tuple(Traffic.from_json(each) for each in value["traffic"]),
+                cuts=None if cuts is None else CutFindings.from_json(cuts),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"this is no result of an architecture: {error!r}") from error

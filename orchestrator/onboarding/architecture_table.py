@@ -18,6 +18,7 @@ COLUMNS: Final = (
     "exact",
     "sum",
     "batch-invariant",
+    "cuts",
     "notes",
 )
 """Column titles of :func:`rows`."""
@@ -55,7 +56,7 @@ def document(
         _INTRODUCTION,
         f"Made by `{made.command}` on {made.date[:10]} with engine `{made.engine}` on {made.isa}.",
         "## Every architecture with experts",
-        f"{made.denominator}. **{count_line(architectures)}** ({_counts(architectures)}).",
+        f"{made.denominator}. **{count_line(architectures)}** ({_counts(architectures)}). {_cut_line(architectures)}",
         _markdown(COLUMNS, rows(architectures)),
         "### No experts in any file",
         "Their graph has a branch for experts, and their loader never takes it:",
@@ -87,7 +88,9 @@ every logit of every position compared with one process.
   last bit decides, so cosines here are far lower than those of trained models; the noise floor of each model, which
   is the yardstick, is just as low.
 - **batch-invariant**: bytes of one sequence do not depend on how its tokens are grouped. Where they do, `exact`
-  holds for equal grouping."""
+  holds for equal grouping.
+- **cuts**: places where two stages gave every byte of one process (prefill and single steps), of those where the
+  graph can be cut; the others with the reason."""
 
 _SHAPES: Final = """\
 The true number of layers, experts, top-k, shared experts and dense lead layers and the true attention pattern and
@@ -118,6 +121,7 @@ def _row(result: ArchitectureResult) -> tuple[str, ...]:
         _exact(result),
         _sum(result),
         _invariance(result),
+        "-" if result.cuts is None else result.cuts.words(),
         _notes(result),
     )
 
@@ -200,6 +204,14 @@ def _counts(results: Sequence[ArchitectureResult]) -> str:
     counts = sorted({count for result in results for count, _ in _cells(result, Contract.EXACT)})
     words = " and ".join(str(count) for count in counts) or "no"
     return f"byte-identical over {words} workers"
+
+
+def _cut_line(results: Sequence[ArchitectureResult]) -> str:
+    found = [result.cuts for result in results if result.cuts is not None]
+    identical = sum(len(cuts.identical) for cuts in found)
+    legal = identical + sum(len(cuts.different) for cuts in found)
+    able = sum(bool(cuts.identical or cuts.different) for cuts in found)
+    return f"{able} of {len(found)} can be cut, at {legal} places: {identical} gave the bytes of one process."
 
 
 def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -23,6 +23,7 @@ from orchestrator.models.faithful import FAITHFUL
 from orchestrator.models.upstream_sources import SourceInventory
 from orchestrator.onboarding.architecture_results import ArchitectureResult, ResultStore
 from orchestrator.onboarding.children import JobFailedError, run_job
+from orchestrator.onboarding.cuts import CutFindings
 from orchestrator.onboarding.descriptors import DescriptorSummary
 from orchestrator.onboarding.findings import GateRecord
 from orchestrator.onboarding.meter import Progress
@@ -179,16 +180,17 @@ def _judge(
                 architecture, like, source, recipe, built=True, reason=str(error), seconds=round(now() - begin, 1)
             )
     record = GateRecord.from_json(answer["record"])
-    descriptors, traffic = answer["descriptors"], answer["traffic"]
+    descriptors, traffic, found = answer["descriptors"], answer["traffic"], answer["cuts"]
     if not isinstance(descriptors, dict) or not isinstance(traffic, list):
         raise TypeError("the job's descriptors are no object, or its traffic is no list")
+    cuts = CutFindings.from_json(found) if isinstance(found, dict) else None
     return ArchitectureResult(
         architecture,
         like,
         source,
         recipe,
         built=True,
-        reason=_reason(record),
+        reason=_reason(record, cuts),
         seconds=round(now() - begin, 1),
         record=record,
         descriptors=DescriptorSummary.from_json(descriptors),
@@ -196,10 +198,13 @@ def _judge(
         whole_text=bool(answer["whole_text"]),
         embeds=bool(answer["embeds"]),
         traffic=tuple(Traffic.from_json(each) for each in traffic),
+        cuts=cuts,
     )
 
 
-def _reason(record: GateRecord) -> str:
+def _reason(record: GateRecord, cuts: CutFindings | None) -> str:
+    if cuts is not None and not cuts.passed:
+        return f"cuts into stages: {cuts.words()}"
     if not record.passes(Contract.EXACT):
         return "; ".join(line for line in failures(record) if line.startswith(Contract.EXACT.value))
     cells = record.contracts[Contract.EXACT]

@@ -16,6 +16,7 @@ from orchestrator.engine.synth import synth
 from orchestrator.errors import ComputeError
 from orchestrator.models.gguf import GgufFile
 from orchestrator.onboarding.children import answer_order
+from orchestrator.onboarding.cuts import try_cuts
 from orchestrator.onboarding.descriptors import DescriptorSummary
 from orchestrator.onboarding.options import GateOptions
 from orchestrator.onboarding.run import run_gate
@@ -24,7 +25,8 @@ from orchestrator.types import ExpertBatch, FloatArray, LayerDescriptor
 
 
 def judge_architecture(order: Mapping[str, object]) -> Mapping[str, object]:
-    """Answer with the gate's record and the summary of the descriptors; of a known model's shape also the traffic.
+    """Answer with the gate's record and the summary of the descriptors; of a known model's shape also the traffic,
+    of an architecture what becomes of its cuts into stages.
 
     The order holds ``architecture``, ``like`` (a model's shape or None), ``workers`` (numbers) and ``steps``.
     """
@@ -39,12 +41,14 @@ def judge_architecture(order: Mapping[str, object]) -> Mapping[str, object]:
         descriptors = descriptors_of(path)
         row = max(descriptor.n_embd for descriptor in descriptors)
         traffic = measure_traffic(GgufFile.open(path), row, workers) if like is not None else ()
+        cuts = try_cuts(path) if like is None else None
         with Model.open(path, without_experts=True) as model:
             facts = {"hybrid": model.is_hybrid, "whole_text": model.reads_whole_text, "embeds": model.embeds}
     return {
         "record": report.record.to_json(),
         "descriptors": DescriptorSummary.of(descriptors).to_json(),
         "traffic": [each.to_json() for each in traffic],
+        "cuts": None if cuts is None else cuts.to_json(),
         **facts,
     }
 
