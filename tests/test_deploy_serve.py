@@ -17,6 +17,7 @@ from serve_process import get, post, run_linkcpp, running
 from test_deploy import deploy, written
 
 from orchestrator.models.deployment import Deployment, GatewayEntry, StageEntry, WorkerEntry, read_deployment
+from orchestrator.types import Boundary
 
 PROMPTS = ["one", "two and three", "a longer text, to be read in several steps " * 2, "four"]
 
@@ -144,6 +145,15 @@ def test_what_a_deployment_says_cannot_be_said_again(model: Path, tmp_path: Path
     assert "name a MODEL, or a --deployment" in ended.stderr
     ended = run_linkcpp("serve", "--deployment", file, "--unverified")
     assert ended.returncode == 4
+    assert "127.0.0.1:1" in ended.stderr
+
+
+def test_a_lossy_boundary_is_served_unverified_only_where_that_is_said(model: Path, tmp_path: Path) -> None:
+    entries = tuple(StageEntry(f"s{i}", ((i, i + 4),), f"127.0.0.1:{i + 1}") for i in (0, 4))
+    file = written(tmp_path / "d.toml", Deployment(str(model), 256, stages=entries, boundary=Boundary.F16))
+    assert run_linkcpp("serve", "--deployment", file).returncode == 1
+    ended = run_linkcpp("serve", "--deployment", file, "--unverified")
+    assert ended.returncode == 4, "past the gate, to stages that nobody started"
     assert "127.0.0.1:1" in ended.stderr
 
 

@@ -19,11 +19,13 @@ from orchestrator.models.deployment import (
     read_deployment,
     write_deployment,
 )
+from orchestrator.types import Boundary
 
 FULL = """
 model = "m.gguf"
 context = 512
 sequences = 8
+boundary = "f16"
 [gateway]
 layers = "0:2, 43:45"
 node = "a"
@@ -68,7 +70,9 @@ def test_a_full_file_is_read(tmp_path: Path) -> None:
             StageEntry("spare-2", (), "10.0.0.10:7101", memory="64GB"),
         ),
         workers=(WorkerEntry("worker-1", "0-127", "2-23", "10.0.0.3:7201", stage="first"),),
+        boundary=Boundary.F16,
     )
+    assert found.n_ranges == 4
     assert found.nodes == ("a",)
     assert found.workers_of("first") == found.workers
     assert found.workers_of("") == ()
@@ -98,6 +102,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, edges, threads, node, s
     written = Deployment(model="name", context=4096, sequences=sequences, stages=stages)
     write_deployment(path, written)
     assert read_deployment(path) == written
+    assert "boundary" not in path.read_text(), "exact is the default, and not written"
 
 
 def stage(layers: str, address: str = "h:1", name: str = "") -> str:
@@ -136,6 +141,8 @@ def stage(layers: str, address: str = "h:1", name: str = "") -> str:
         ('model = "m"\n' + stage("0:3") + 'memory = "much"', "memory 'much' is no size"),
         ('model = "m"\n[[stage]]\nadress = "h:1"', "did you mean 'address'"),
         ('model = "m"\n[gateway]\nlayers = "0:1"\n[[worker]]\naddress = "h:2"', "holds all layers"),
+        ('model = "m"\nboundary = "f8"\n' + stage("0:1"), "unknown boundary 'f8' known are f32, f16"),
+        ('model = "m"\nboundary = "f16"\n[[worker]]\naddress = "h:2"', "there is no [[stage]]"),
         ("model = ", "not valid TOML"),
     ],
 )

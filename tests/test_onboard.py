@@ -10,18 +10,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from orchestrator.cli.app import main
 from orchestrator.errors import ConfigError, DenseModelError, GateError, InputError, ModelFileError
 from orchestrator.models.catalog import Catalog
+from orchestrator.models.deployment import Deployment, StageEntry, write_deployment
 from orchestrator.models.hashing import file_sha256
 from orchestrator.onboarding.findings import GateKey, GateRecord
 from orchestrator.onboarding.options import GateOptions
-from orchestrator.onboarding.records import gate_key, load, record_path, require, save, verdict
+from orchestrator.onboarding.records import gate_key, load, record_path, require, require_boundary, save, verdict
 from orchestrator.onboarding.run import GateReport, run_gate
-from orchestrator.types import Contract
+from orchestrator.types import Boundary, Contract
+from orchestrator.wire.boundary import BoundaryCodec, encode
 from orchestrator.workers.inject import Injection
 
 Make = Callable[[str], Path]
@@ -243,6 +246,81 @@ def test_records_leave_no_temporary_files(report: GateReport) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+# --- boundaries ------------------------------------------------------------------------------------------------
+
+BOUNDARIES = replace(MINIMAL, worker_counts=(1,), boundaries=tuple(Boundary))
+
+
+def rough(boundary: bytes) -> tuple[BoundaryCodec, bytes]:
+    """Round as F16 does, with two bits of mantissa instead of ten."""
+    return encode((np.frombuffer(boundary, np.uint32) & 0xFFE00000).tobytes())
+
+
+def serve_deployment(path: Path, folder: Path, *spans: tuple[int, int]) -> Result:
+    stages = tuple(StageEntry(f"s{first}", ((first, last),), f"127.0.0.1:{first + 1}") for first, last in spans)
+    write_deployment(folder / "d.toml", Deployment(str(path), 256, stages=stages, boundary=Boundary.F16))
+    return CliRunner().invoke(main, ["serve", "--deployment", str(folder / "d.toml")])
+
+
+def test_boundaries_are_judged_over_two_and_three_stages(synthetic: Make, tmp_path: Path) -> None:
+    path = synthetic("llama")
+    report = run_gate(path, replace(BOUNDARIES, noise_floor=True))
+    record = report.record
+    for boundary in Boundary:
+        assert record.passes(boundary)
+        assert set(record.boundaries[boundary]) == {2, 3}
+        for count, cell in record.boundaries[boundary].items():
+            assert cell.byte_identical is (boundary is Boundary.F32)
+            assert cell.argmax_agreement == 1.0
+            assert cell.oracle_sha256 == record.contracts[Contract.EXACT][1].oracle_sha256
+            assert list(cell.rows_by_worker.values()) == [cell.positions] * count
+            assert report.comparisons[boundary, count].positions == cell.positions
+    refused = serve_deployment(path, tmp_path, (0, 2), (2, 4))
+    save(replace(record, boundaries={}))
+    unknown = serve_deployment(path, tmp_path, (0, 2), (2, 4))
+    assert unknown.exit_code == refused.exit_code == 1
+    assert "has not passed the verification gate for contract exact" in refused.stderr
+    assert "has not passed the verification gate for boundary f16" in unknown.stderr
+    assert "--boundary f16` first, or serve it with --unverified" in unknown.stderr.replace("\n", " ")
+    save(record)
+    require_boundary(path, Boundary.F16, 3)
+    longer = serve_deployment(path, tmp_path, (0, 1), (1, 2), (2, 3), (3, 4))
+    assert longer.exit_code == 1
+    assert "with at most 3 stages, and this ring has 4" in longer.stderr
+    assert "--stages 4`" in longer.stderr
+
+
+def test_a_rounding_that_is_too_rough_fails(synthetic: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = synthetic("llama")
+    monkeypatch.setattr("orchestrator.ring.hop.encode", rough)
+    words = ("--contract", "exact", "--workers", "1", "--steps", "1", "--boundary", "f16", "--stages", "2")
+    result = onboard(path, *words)
+    assert result.exit_code == 1, result.output
+    assert "boundary f16 at 2 stages: " in result.stdout
+    assert "boundary f16 FAILED" in result.stdout.replace("\n", " ")
+    require(path, Contract.EXACT)
+    with pytest.raises(GateError, match="failed the verification gate for boundary f16 at 2 stages"):
+        require_boundary(path, Boundary.F16, 2)
+    refused = serve_deployment(path, tmp_path, (0, 2), (2, 4))
+    assert refused.exit_code == 1
+
+
+def test_exact_boundaries_and_a_single_stage_need_no_verdict(synthetic: Make) -> None:
+    require_boundary(synthetic("llama"), Boundary.F32, 9)
+    require_boundary(synthetic("llama"), Boundary.F16, 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stages", "word"),
+    [("llama", (2, 9), "into 9 stages: at most 4"), ("llama", (1,), "two stages"), ("llada-moe", (2,), "whole text")],
+)
+def test_rings_that_cannot_be_are_input_errors(
+    synthetic: Make, architecture: str, stages: tuple[int, ...], word: str
+) -> None:
+    with pytest.raises(InputError, match=word):
+        run_gate(synthetic(architecture), replace(BOUNDARIES, stage_counts=stages))
+
+
 # --- the command -----------------------------------------------------------------------------------------------
 
 
@@ -288,6 +366,9 @@ def test_the_command_fails_on_a_wrong_worker_and_stores_nothing(synthetic: Make)
         ("MODEL", "--contract", "telepathy"),
         ("MODEL", "--record", "--inject", "zeros"),
         ("MODEL", "--record"),
+        ("MODEL", "--boundary", "f8"),
+        ("MODEL", "--stages", "2"),
+        ("--all-shapes", "--boundary", "f16"),
     ],
 )
 def test_unusable_input_is_exit_status_2(synthetic: Make, arguments: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from orchestrator.onboarding.prompts import (
     random_tokens,
 )
 from orchestrator.onboarding.trace import compare_micro_batches, cost_of_prompts, replay, run_prompt, run_prompts
-from orchestrator.types import Contract
+from orchestrator.types import Boundary, Contract
 from orchestrator.verification.gate import NoiseFloor, Verdict, compare
 
 VOCABULARY = 64
@@ -238,6 +238,7 @@ def record(**changes: object) -> GateRecord:
         steps=16,
         created="2030-01-02T03:04:05+00:00",
         seconds=1.5,
+        boundaries={Boundary.F16: {2: result(), 3: result()}},
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -266,6 +267,14 @@ def test_json_has_the_promised_shape() -> None:
         "rows_by_worker",
     } <= set(cell)
     assert value["contracts"]["sum"]["workers"]["1"]["passed"] is False
+    assert set(value["boundaries"]["f16"]["stages"]) == {"2", "3"}
+
+
+def test_a_record_of_an_older_version_knows_no_boundaries() -> None:
+    value = json.loads(json.dumps(record().to_json()))
+    del value["boundaries"]
+    assert GateRecord.from_json(value) == record(boundaries={})
+    assert "boundaries" not in record(boundaries={}).condensed()
 
 
 def test_not_finite_numbers_become_null_and_come_back() -> None:
@@ -282,6 +291,11 @@ def test_passed_means_exact_at_every_worker_count() -> None:
     assert not record(contracts={}).passed
     assert not record().passes(Contract.SUM)
     assert not record(contracts={Contract.EXACT: {}}).passes(Contract.EXACT)
+    lossy = record(boundaries={Boundary.F16: {2: result(), 3: result(False)}})
+    assert lossy.passed
+    assert not lossy.passes(Boundary.F16)
+    assert not lossy.passes(Boundary.F32)
+    assert lossy.condensed()["boundaries"]["f16"]["passed"] is False
 
 
 def test_a_worker_that_was_never_asked_proves_nothing() -> None:
@@ -295,12 +309,15 @@ def test_a_later_run_replaces_what_it_tried_and_keeps_the_rest() -> None:
         contracts={Contract.EXACT: {2: result(False)}, Contract.SUM: {2: result()}},
         noise_floor=None,
         invariance=BatchInvariance(),
+        boundaries={Boundary.F16: {3: result(False)}, Boundary.F32: {2: result()}},
     )
     merged = later.merged_over(record())
     assert {count: cell.passed for count, cell in merged.contracts[Contract.EXACT].items()} == {1: True, 2: False}
     assert {count: cell.passed for count, cell in merged.contracts[Contract.SUM].items()} == {1: False, 2: True}
     assert merged.noise_floor == record().noise_floor
     assert merged.invariance == record().invariance
+    assert {count: cell.passed for count, cell in merged.boundaries[Boundary.F16].items()} == {2: True, 3: False}
+    assert merged.passes(Boundary.F32)
     assert not merged.passed
 
 

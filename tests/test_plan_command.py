@@ -18,6 +18,7 @@ from orchestrator.models.deployment import StageEntry, read_deployment
 from orchestrator.planner.cost import with_times
 from orchestrator.transport.base import HostPort
 from orchestrator.transport.round_trip import measure_round_trip
+from orchestrator.types import Boundary
 
 
 def plan(*arguments: object) -> Result:
@@ -62,6 +63,21 @@ def test_the_table_and_the_words(synthetic: Callable[[str], Path], tmp_path: Pat
     assert "so: a ring, as asked" in text
     assert f"linkcpp deploy --node NAME {target}" in text.replace("\n", " ")
     assert all(stage.address == "127.0.0.1:0" for stage in read_deployment(target).stages)
+
+
+def test_a_lossy_boundary_is_written_with_what_it_needs(synthetic: Callable[[str], Path], tmp_path: Path) -> None:
+    path, target = synthetic("step35"), tmp_path / "d.toml"
+    near = [path, "--node", "a=10.0.0.1", "--node", "b=10.0.0.2", "-o", target]
+    plan(*near, "--boundary", "f16")
+    found = read_deployment(target)
+    assert found.boundary is Boundary.F16
+    assert found.stages, "whoever speaks of boundaries wants a ring"
+    assert f"`linkcpp onboard MODEL --boundary f16 --stages {found.n_ranges}` must have passed" in target.read_text()
+    plan(*near, "--kind", "ring")
+    assert "boundary" not in target.read_text()
+    refused = CliRunner().invoke(main, ["plan", *map(str, near), "--boundary", "f16", "--kind", "star"])
+    assert refused.exit_code == 2
+    assert "a star has none" in refused.stderr
 
 
 def test_a_sandwich_and_spares(synthetic: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from orchestrator.engine.stage import StageContext, StageSizes
 from orchestrator.errors import ProtocolError, StageRefusedError
+from orchestrator.gateway.ring_backbone import open_ring
+from orchestrator.models.deployment import Deployment, StageEntry
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.items import step_item
 from orchestrator.ring.layout import LayerRange
@@ -22,6 +24,7 @@ from orchestrator.types import Boundary
 from orchestrator.wire.boundary import BoundaryCodec, decode, encode
 from orchestrator.wire.messages import VersionRange
 from orchestrator.wire.ring_messages import Fault, FaultKind, Step
+from orchestrator.workers.deployment import DeployedProcesses
 from tests.ring_models import batches, decode_all, legal_cuts, pipeline, same, tokens_of
 from tests.ring_net import Net, net
 from tests.ring_twin import TwinStage, facts
@@ -162,8 +165,8 @@ def test_a_ring_of_engines_rounds_and_answers_alike_however_tokens_are_grouped(
     sizes = StageSizes(n_ctx=128)
     with pipeline(path, [0, cuts[0], cuts[-1], n_layer], sizes) as exact:
         rounding = Pipeline(exact.hops, exact.facts, Boundary.F16)
-        tokens = tokens_of(exact.facts.n_vocab, 70)
-        grouped = list(batches(tokens, (1, 33, 36), exact.facts.n_batch))
+        tokens = tokens_of(exact.facts.n_vocab, 40)
+        grouped = list(batches(tokens, (1, 33, 6), exact.facts.n_batch))
         single = list(batches(tokens, (), exact.facts.n_batch))
         expected = np.concatenate(decode_all(exact, single))
         for hop in exact.hops:
@@ -176,3 +179,23 @@ def test_a_ring_of_engines_rounds_and_answers_alike_however_tokens_are_grouped(
     assert same([one], [several])
     assert one.tobytes() != expected.tobytes()
     np.testing.assert_allclose(one, expected, atol=0.05 * float(np.abs(expected).max()))
+
+
+def test_a_deployment_says_it_to_processes(synthetic: Callable[[str], Path]) -> None:
+    path = synthetic("llama")
+    entries = tuple(StageEntry(f"s{first}", ((first, first + 2),), "127.0.0.1:0") for first in (0, 2))
+    plan = Deployment(str(path), 128, stages=entries, boundary=Boundary.F16)
+    batch = one_sequence(tokens_of(64, 30), 0, every=True)
+    with (
+        DeployedProcesses(plan, path, threads=1) as processes,
+        open_ring(path, processes.deployment) as backbone,
+    ):
+        given = backbone.ring.decode(batch)
+        assert backbone.fingerprint.endswith(" ring f16")
+    with pipeline(path, [0, 2, 4], StageSizes(n_ctx=128)) as ring:
+        exact = ring.decode(batch)
+        for hop in ring.hops:
+            hop.clear()
+        expected = Pipeline(ring.hops, ring.facts, Boundary.F16).decode(batch)
+    assert given.tobytes() == expected.tobytes()
+    assert given.tobytes() != exact.tobytes()

@@ -15,7 +15,7 @@ from orchestrator.onboarding.picture import cosine_picture
 from orchestrator.onboarding.records import catalogue_name, known_name, publish, remember, save
 from orchestrator.onboarding.report import COLUMNS, failures, invariance_sentence, summary, verdict_rows
 from orchestrator.onboarding.run import GateReport, run_gate
-from orchestrator.types import Contract, parse_ranges
+from orchestrator.types import Boundary, Contract, parse_ranges
 from orchestrator.workers.inject import Injection
 
 
@@ -41,6 +41,14 @@ from orchestrator.workers.inject import Injection
     "--workers", metavar="LIST", help="Numbers of local workers to try. [default: 1,2,3; of --all-...: 1,3]"
 )
 @click.option(
+    "--boundary",
+    "boundaries",
+    type=click.Choice([boundary.value for boundary in Boundary]),
+    multiple=True,
+    help="Also try a ring of local stages with this boundary; may be repeated.",
+)
+@click.option("--stages", metavar="LIST", help="With --boundary: numbers of stages to try. [default: 2,3]")
+@click.option(
     "--steps", type=click.IntRange(0, 4096), help="Decode steps after each prompt. [default: 16; of --all-...: 8]"
 )
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="Threads of oracle and backbone.")
@@ -61,6 +69,8 @@ def command(
     table: Path | None,
     contracts: tuple[str, ...],
     workers: str | None,
+    boundaries: tuple[str, ...],
+    stages: str | None,
     steps: int | None,
     threads: int | None,
     to_catalogue: bool,
@@ -75,8 +85,8 @@ def command(
     """
     terminal: Terminal = ctx.obj
     if series is not None:
-        if contracts or threads or inject:
-            raise click.UsageError(f"--all-{series} takes no --contract, --threads or --inject")
+        if contracts or threads or inject or boundaries:
+            raise click.UsageError(f"--all-{series} takes no --contract, --boundary, --threads or --inject")
         defaults = SeriesOptions()
         if series == "quants" and (workers or steps is not None or fresh or to_catalogue):
             raise click.UsageError("--all-quants takes no --workers, --steps, --fresh or --record")
@@ -85,6 +95,8 @@ def command(
         ctx.exit(run_series(terminal, series, models, chosen, table, to_catalogue=to_catalogue, as_json=as_json))
     if len(models) != 1 or fresh or table:
         raise click.UsageError("give one MODEL, or one of the options --all-...")
+    if stages is not None and not boundaries:
+        raise click.UsageError("--stages is for a ring: name its --boundary")
     path = resolve_model(models[0])
     options = GateOptions(
         contracts=tuple(Contract(name) for name in dict.fromkeys(contracts)) or tuple(Contract),
@@ -92,6 +104,8 @@ def command(
         steps=16 if steps is None else steps,
         threads=threads or default_threads(),
         inject=inject,
+        boundaries=tuple(Boundary(name) for name in dict.fromkeys(boundaries)),
+        stage_counts=parse_ranges(stages or "2,3", what="--stages"),
     )
     if to_catalogue and inject is not None:
         raise click.UsageError("--record and --inject: a run with an injected fault is no finding about the model")
@@ -111,17 +125,23 @@ def command(
         terminal.json(report.record.to_json())
     else:
         _show(terminal, report, stored)
-    ctx.exit(0 if report.record.passed else 1)
+    record = report.record
+    ctx.exit(0 if record.passed and all(map(record.passes, options.boundaries)) else 1)
 
 
 def _show(terminal: Terminal, report: GateReport, stored: str) -> None:
     record = report.record
     terminal.table("verdicts", COLUMNS, verdict_rows(record))
     width = min(terminal.console.width, 100)
-    for contract, results in record.contracts.items():
-        curve = report.comparisons[contract, max(results)]
-        floor = None if report.floor is None else report.floor.cosines
-        title = f"{contract.value}, {max(results)} workers: cosine per position"
+    floor = None if report.floor is None else report.floor.cosines
+    curves: list[tuple[Contract | Boundary, str, int]] = []
+    for contract, cells in record.contracts.items():
+        curves.append((contract, f"{contract.value}, {max(cells)} workers", max(cells)))
+    for boundary, cells in record.boundaries.items():
+        curves.append((boundary, f"boundary {boundary.value}, {max(cells)} stages", max(cells)))
+    for asked, words, count in curves:
+        curve = report.comparisons[asked, count]
+        title = f"{words}: cosine per position"
         terminal.print()
         terminal.print(cosine_picture(curve.cosines, floor, width=width, title=title))
     terminal.print()

@@ -22,6 +22,7 @@ from orchestrator.planner.inventory import DEFAULT_SPEED, Load, ModelFacts, Node
 from orchestrator.planner.plan import PROCESS_BYTES, RingPlan, StarPlan, plan_ring, plan_star
 from orchestrator.transport.base import HostPort
 from orchestrator.transport.round_trip import measure_round_trip
+from orchestrator.types import Boundary
 from orchestrator.workers.machine import usable_memory
 
 
@@ -37,6 +38,13 @@ from orchestrator.workers.machine import usable_memory
 @click.option("--sandwich", is_flag=True, help="The gateway holds the first and last layers: no logits on the wire.")
 @click.option(
     "--kind", type=click.Choice(["auto", "ring", "star"]), default="auto", help="Auto weighs both by round trips."
+)
+@click.option(
+    "--boundary",
+    type=click.Choice([boundary.value for boundary in Boundary]),
+    default=Boundary.F32.value,
+    show_default=True,
+    help="What the stages of a ring hand on; f16 must pass the gate.",
 )
 @click.option("--rtt", "rtts", multiple=True, metavar="NAME=MS", help="Round trip to a machine; may be repeated.")
 @click.option("--speed", "speeds", multiple=True, metavar="NAME=GB/S", help="What a machine reads; may be repeated.")
@@ -57,6 +65,7 @@ def command(
     home: str | None,
     sandwich: bool,
     kind: str,
+    boundary: str,
     rtts: tuple[str, ...],
     speeds: tuple[str, ...],
     spares: tuple[str, ...],
@@ -71,6 +80,9 @@ def command(
     The model is cut only where its architecture allows it, and no weights are read. MEMORY is what the plan may fill
     of a machine, like 48GB; without it a machine takes whatever it gets, and this one (localhost) what it has.
     """
+    rounds = Boundary(boundary) is not Boundary.F32
+    if rounds and kind == "star":
+        raise click.UsageError("--boundary is for what stages hand on, and a star has none")
     path = resolve_model(model).resolve()
     load = load_of(n_ctx, sequences)
     facts = model_facts(path, load)
@@ -89,7 +101,7 @@ def command(
     if gateway is None:
         raise InputError(f"no machine is called {home!r}", hint="give the gateway's machine as a --node too")
     network = Network(_round_trips(terminal, machines, gateway, rtts, port, measure=measure))
-    if kind == "auto" and (stages is not None or sandwich):
+    if kind == "auto" and (stages is not None or sandwich or rounds):
         kind = "ring"  # whoever speaks of stages wants a ring
     ring, star = _plans(facts, machines, load, gateway, stages=stages, sandwich=sandwich, kind=kind)
     decision = decide(ring, star, gateway, network, asked=kind != "auto")
@@ -100,6 +112,12 @@ def command(
     if isinstance(chosen, RingPlan):
         lines += notes(chosen, gateway)
         deployment, more = ring_deployment(path, chosen, reserve, n_ctx, port, threads)
+        deployment = replace(deployment, boundary=Boundary(boundary))
+        if rounds and deployment.n_ranges > 1:
+            more.append(
+                f"boundaries travel as {boundary}: `linkcpp onboard MODEL --boundary {boundary} "
+                f"--stages {deployment.n_ranges}` must have passed on the gateway's machine"
+            )
         lines += more
     else:
         deployment = star_deployment(path, chosen, n_ctx, port, threads)

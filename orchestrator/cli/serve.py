@@ -32,7 +32,7 @@ from orchestrator.gateway.replicas import Replicas
 from orchestrator.gateway.report import FleetReport
 from orchestrator.gateway.scheduler import Limits
 from orchestrator.onboarding.findings import BatchInvariance
-from orchestrator.onboarding.records import known_name, remember_served, require
+from orchestrator.onboarding.records import known_name, remember_served, require, require_boundary
 from orchestrator.transport.base import HostPort, parse_address
 from orchestrator.types import format_ranges
 
@@ -108,6 +108,9 @@ def command(
     if not unverified:
         # The gate's verdict is about a file and a contract, and they are the same for all.
         found = require(planned[0].path, planned[0].options.contract).invariance
+        for one in planned:
+            if one.deployment is not None:
+                require_boundary(one.path, one.deployment.boundary, one.deployment.n_ranges)
     service = _Service(planned, Limits(queue, max(1, queue // 2), prefix_memory << 20), found, not unverified)
     warning = None if address.is_loopback else serving.warn_of(address)
     if warning is not None:

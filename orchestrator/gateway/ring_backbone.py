@@ -27,7 +27,7 @@ from orchestrator.models.deployment import Deployment
 from orchestrator.models.gguf import GgufFile
 from orchestrator.ring.client import Ring
 from orchestrator.ring.layout import LayerRange
-from orchestrator.types import Contract, EngineIdentity, Ownership
+from orchestrator.types import Boundary, Contract, EngineIdentity, Ownership
 
 CLOSE_SECONDS: Final = 5.0
 """How long a step may take to end once the gateway closes; then its connections are closed under it."""
@@ -192,6 +192,7 @@ def open_ring(
             identity=identity,
             model_sha256=file.header_sha256,
             timeout=timeout,
+            boundary=deployment.boundary,
         )
         undo.callback(ring.close)
         ring.open()
@@ -206,5 +207,10 @@ def open_ring(
         token_bytes=sum(cache.per_token for cache in layer_caches(file)) or 1,
         n_expert=file.n_expert,
         n_ubatch=max(rows // deployment.sequences * deployment.sequences, deployment.sequences),
-        fingerprint=f"{file.header_sha256} {identity.build} {identity.isa} ring",
+        fingerprint=f"{file.header_sha256} {identity.build} {identity.isa} {_ring_name(deployment.boundary)}",
     )
+
+
+def _ring_name(boundary: Boundary) -> str:
+    """Name what else the numbers in the caches depend on."""
+    return "ring" if boundary is Boundary.F32 else f"ring {boundary.value}"

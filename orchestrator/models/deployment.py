@@ -5,6 +5,7 @@
     model = "step-3.7-flash.gguf"     # a catalogue name, or a path (relative: to this file)
     context = 4096                    # tokens of one sequence
     sequences = 8                     # sequences at once
+    boundary = "f16"                  # what stages hand on (default: f32, exact)
 
     [gateway]                         # optional: layers that the gateway's own process holds
     layers = "0:2,43:45"
@@ -44,7 +45,7 @@ import tomlkit
 
 from orchestrator.config import load_toml, parse_size
 from orchestrator.errors import ConfigError
-from orchestrator.types import parse_ranges
+from orchestrator.types import Boundary, parse_ranges
 
 Range = tuple[int, int]
 """The layers ``first`` to ``last`` - 1."""
@@ -52,7 +53,7 @@ Range = tuple[int, int]
 DEFAULT_CONTEXT: Final = 4096
 
 _RANGE: Final = re.compile(r"\s*(\d{1,5}):(\d{1,5})\s*")
-_TOP: Final = ("model", "context", "sequences", "gateway", "stage", "spare", "worker")
+_TOP: Final = ("model", "context", "sequences", "boundary", "gateway", "stage", "spare", "worker")
 _KEYS: Final = {
     "gateway": ("layers", "node", "threads"),
     "stage": ("name", "layers", "address", "node", "threads", "memory"),
@@ -109,6 +110,13 @@ class Deployment:
     stages: tuple[StageEntry, ...] = ()
     spares: tuple[StageEntry, ...] = ()
     workers: tuple[WorkerEntry, ...] = ()
+    boundary: Boundary = Boundary.F32
+
+    @property
+    def n_ranges(self) -> int:
+        """How many ranges of layers the model is cut into; none where there are no stages."""
+        outer = sum(len(stage.layers) for stage in self.stages)
+        return outer + len(self.gateway.layers) if outer else 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -144,6 +152,7 @@ def read_deployment(path: Path) -> Deployment:
         stages=tuple(_stages(place, document, "stage")),
         spares=tuple(_stages(place, document, "spare")),
         workers=tuple(_workers(place, document)),
+        boundary=place.boundary(document),
     )
     _check(place, deployment)
     return deployment
@@ -159,6 +168,8 @@ def write_deployment(path: Path, deployment: Deployment, comments: Sequence[str]
     document["model"] = deployment.model
     document["context"] = deployment.context
     document["sequences"] = deployment.sequences
+    if deployment.boundary is not Boundary.F32:
+        document["boundary"] = deployment.boundary.value
     gateway = deployment.gateway
     if gateway != GatewayEntry():
         document["gateway"] = _table({"layers": format_layers(gateway.layers)}, gateway.node, gateway.threads)
@@ -247,6 +258,14 @@ class _Place:
             raise self.wrong(f"{where}: {error}", hint=error.hint) from error
         return text
 
+    def boundary(self, document: Mapping[str, object]) -> Boundary:
+        name = self.text(document, "boundary", "the file", default=Boundary.F32.value)
+        try:
+            return Boundary(name)
+        except ValueError:
+            known = ", ".join(boundary.value for boundary in Boundary)
+            raise self.wrong(f"unknown boundary {name!r}", hint=f"known are {known}") from None
+
     def ranges(self, table: Mapping[str, object], where: str) -> tuple[Range, ...]:
         found: list[Range] = []
         for part in self.text(table, "layers", where).split(","):
@@ -331,6 +350,8 @@ def _check(place: _Place, deployment: Deployment) -> None:
     if lost is not None:
         raise place.wrong(f"{lost.name} works for {lost.stage!r}, and no stage is called so")
     if not stages:
+        if deployment.boundary is not Boundary.F32:
+            raise place.wrong("boundary is for what stages hand on, and there is no [[stage]]")
         if deployment.gateway.layers:
             raise place.wrong("without stages the gateway holds all layers", hint="leave out [gateway] layers")
         return

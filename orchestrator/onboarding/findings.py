@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from orchestrator.errors import ConfigError
-from orchestrator.types import Contract
+from orchestrator.types import Boundary, Contract
 from orchestrator.verification.gate import Comparison, NoiseFloor, Verdict
+
+_Asked = TypeVar("_Asked", Contract, Boundary)
 
 FORMAT: Final = 1
 """Version of the file; it grows when a field changes its meaning."""
@@ -30,7 +32,7 @@ class GateKey:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCountResult:
-    """One contract at one number of workers, over all prompts."""
+    """One contract at one number of workers, or one kind of boundary at one number of stages, over all prompts."""
 
     passed: bool
     reason: str
@@ -96,7 +98,10 @@ class BatchInvariance:
 
 @dataclass(frozen=True, slots=True)
 class GateRecord:
-    """All findings about one key. ``contracts`` maps contract -> number of workers -> result."""
+    """All findings about one key. ``contracts`` maps contract -> number of workers -> result.
+
+    ``boundaries`` maps what the stages of a ring hand on -> number of stages -> result.
+    """
 
     key: GateKey
     model: str  # file name, for people
@@ -109,6 +114,7 @@ class GateRecord:
     created: str = ""  # ISO 8601, UTC
     seconds: float = 0.0
     injected: str | None = None  # the fault that one worker was given; such a record is never stored
+    boundaries: Mapping[Boundary, Mapping[int, WorkerCountResult]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -116,19 +122,21 @@ class GateRecord:
         tried = [Contract.EXACT] if Contract.EXACT in self.contracts else list(self.contracts)
         return bool(tried) and all(self.passes(contract) for contract in tried)
 
-    def passes(self, contract: Contract) -> bool:
-        """Tell whether a contract was tried and passed at every worker count."""
-        results = self.contracts.get(contract, {})
+    def results(self, asked: Contract | Boundary) -> Mapping[int, WorkerCountResult]:
+        """Return what was found about a contract or a kind of boundary, by number of workers or stages."""
+        return self.contracts.get(asked, {}) if isinstance(asked, Contract) else self.boundaries.get(asked, {})
+
+    def passes(self, asked: Contract | Boundary) -> bool:
+        """Tell whether a contract or a kind of boundary was tried and passed at every number of workers or stages."""
+        results = self.results(asked)
         return bool(results) and all(result.passed for result in results.values())
 
     def merged_over(self, older: GateRecord) -> GateRecord:
         """Return this record with the older one's results where this run tried nothing."""
-        contracts = {contract: dict(results) for contract, results in older.contracts.items()}
-        for contract, results in self.contracts.items():
-            contracts[contract] = {**contracts.get(contract, {}), **results}
         return replace(
             self,
-            contracts=contracts,
+            contracts=_over(self.contracts, older.contracts),
+            boundaries=_over(self.boundaries, older.boundaries),
             noise_floor=self.noise_floor or older.noise_floor,
             invariance=self.invariance if self.invariance.one is not None else older.invariance,
         )
@@ -153,6 +161,13 @@ class GateRecord:
                 }
                 for contract, results in self.contracts.items()
             },
+            "boundaries": {
+                boundary.value: {
+                    "passed": self.passes(boundary),
+                    "stages": {str(count): _result_to_json(result) for count, result in sorted(results.items())},
+                }
+                for boundary, results in self.boundaries.items()
+            },
             "model": {"name": self.model, "sha256": self.key.model_sha256, "architecture": self.architecture},
             "engine": {"build": self.key.engine, "isa": self.key.isa},
             "prompts": dict(self.prompts),
@@ -164,7 +179,7 @@ class GateRecord:
 
     def condensed(self) -> dict[str, object]:
         """Return the part that is worth publishing: no paths, processes or hashes of logits."""
-        return {
+        condensed: dict[str, object] = {
             "passed": self.passed,
             "batch_invariant": self.invariance.one,
             "engine": self.key.engine,
@@ -172,19 +187,17 @@ class GateRecord:
             "created": self.created,
             "noise_floor": None if self.noise_floor is None else _floor_to_json(self.noise_floor),
             "contracts": {
-                contract.value: {
-                    "passed": self.passes(contract),
-                    "workers": sorted(results),
-                    "byte_identical": all(result.byte_identical for result in results.values()),
-                    "argmax_agreement": min(result.argmax_agreement for result in results.values()),
-                    "cosine_min": min(result.cosine_min for result in results.values()),
-                    "cosine_mean": min(result.cosine_mean for result in results.values()),
-                    "kl": _finite(max(result.kl for result in results.values())),
-                }
+                contract.value: {"passed": self.passes(contract), "workers": sorted(results), **_condense(results)}
                 for contract, results in self.contracts.items()
                 if results
             },
         }
+        if self.boundaries:
+            condensed["boundaries"] = {
+                boundary.value: {"passed": self.passes(boundary), "stages": sorted(results), **_condense(results)}
+                for boundary, results in self.boundaries.items()
+            }
+        return condensed
 
     @classmethod
     def from_json(cls, value: object) -> GateRecord:
@@ -193,6 +206,22 @@ class GateRecord:
             return _record_from_json(value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"this is no gate record of format {FORMAT}: {error!r}") from error
+
+
+def _over(
+    new: Mapping[_Asked, Mapping[int, WorkerCountResult]], old: Mapping[_Asked, Mapping[int, WorkerCountResult]]
+) -> dict[_Asked, dict[int, WorkerCountResult]]:
+    return {asked: {**old.get(asked, {}), **new.get(asked, {})} for asked in {**old, **new}}
+
+
+def _condense(results: Mapping[int, WorkerCountResult]) -> dict[str, object]:
+    return {
+        "byte_identical": all(result.byte_identical for result in results.values()),
+        "argmax_agreement": min(result.argmax_agreement for result in results.values()),
+        "cosine_min": min(result.cosine_min for result in results.values()),
+        "cosine_mean": min(result.cosine_mean for result in results.values()),
+        "kl": _finite(max(result.kl for result in results.values())),
+    }
 
 
 def _floor_to_json(floor: NoiseFloor) -> dict[str, object]:
@@ -260,6 +289,10 @@ def _result_from_json(value: object) -> WorkerCountResult:
     )
 
 
+def _results_from_json(value: object) -> dict[int, WorkerCountResult]:
+    return {int(count): _result_from_json(result) for count, result in _object(value).items()}
+
+
 def _record_from_json(value: object) -> GateRecord:
     fields = _object(value)
     if fields["format"] != FORMAT:
@@ -272,10 +305,12 @@ def _record_from_json(value: object) -> GateRecord:
         model=_text(model["name"]),
         architecture=_text(model["architecture"]),
         contracts={
-            Contract(name): {
-                int(count): _result_from_json(result) for count, result in _object(_object(entry)["workers"]).items()
-            }
+            Contract(name): _results_from_json(_object(entry)["workers"])
             for name, entry in _object(fields["contracts"]).items()
+        },
+        boundaries={
+            Boundary(name): _results_from_json(_object(entry)["stages"])
+            for name, entry in _object(fields.get("boundaries", {})).items()  # records of older versions have none
         },
         noise_floor=None if floor is None else _floor_from_json(floor),
         invariance=BatchInvariance(

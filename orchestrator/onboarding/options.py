@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.errors import InputError
 from orchestrator.models.gguf import GgufFile
 from orchestrator.onboarding.prompts import PROMPT_NAMES
-from orchestrator.types import Contract
+from orchestrator.types import Boundary, Contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class GateOptions:
     inject: str | None = None
     noise_floor: bool = True
     invariance: bool = True
+    boundaries: tuple[Boundary, ...] = ()  # to try over local stages, besides the contracts
+    stage_counts: tuple[int, ...] = (2, 3)
 
     def check(self, file: GgufFile) -> None:
         """Raise :class:`InputError` if this cannot be tried with a model."""
@@ -37,6 +39,8 @@ class GateOptions:
                 f"{file.path.name} cannot be spread over {impossible[0]} workers",
                 hint=f"it has {file.n_expert} experts per layer, so 1 to {file.n_expert} workers",
             )
+        if self.boundaries and (not self.stage_counts or min(self.stage_counts) < 2):
+            raise InputError("a boundary is between two stages at least")
         if self.steps < 0 or self.threads < 1:
             raise InputError(f"{self.steps} decode steps with {self.threads} threads are not possible")
 

@@ -22,7 +22,7 @@ from orchestrator.models.catalog import record as record_in_catalogue
 from orchestrator.models.hashing import model_sha256
 from orchestrator.models.results import own_results_path, write_result
 from orchestrator.onboarding.findings import GateKey, GateRecord
-from orchestrator.types import Contract
+from orchestrator.types import Boundary, Contract
 
 
 def gate_key(model_path: Path) -> GateKey:
@@ -104,6 +104,30 @@ def require(model_path: Path, contract: Contract) -> GateRecord:
             hint=f"run `linkcpp onboard {model_path}` again, or serve it with --unverified",
         )
     return record
+
+
+def require_boundary(model_path: Path, boundary: Boundary, stages: int) -> None:
+    """Raise :class:`GateError` where a model did not pass the gate for a kind of boundary with so many stages.
+
+    F32 boundaries are exact and need no verdict, and one stage has none.
+    """
+    if boundary is Boundary.F32 or stages < 2:
+        return
+    record = load(gate_key(model_path))
+    results = {} if record is None else record.results(boundary)
+    hint = f"run `linkcpp onboard {model_path} --boundary {boundary.value}"
+    hint += f" --stages {stages}`" if stages > max(results, default=3) else "`"
+    hint += " first, or serve it with --unverified"
+    what = f"the verification gate for boundary {boundary.value}"
+    if not results:
+        raise GateError(f"{model_path.name} has not passed {what} with this engine", hint=hint)
+    failed = next(((n, result) for n, result in sorted(results.items()) if not result.passed), None)
+    if failed is not None:
+        text = f"{model_path.name} failed {what} at {failed[0]} stages: {failed[1].reason}"
+        raise GateError(text, hint=hint.replace(" first", " again"))
+    if max(results) < stages:
+        text = f"{model_path.name} passed {what} with at most {max(results)} stages, and this ring has {stages}"
+        raise GateError(text, hint=hint)
 
 
 def known_name(model_path: Path) -> str | None:

@@ -40,6 +40,7 @@ class Oracle:
     traces: list[Trace] = field(repr=False)
     invariance: BatchInvariance
     n_ctx: int  # tokens of context that all runs need
+    n_ubatch: int  # tokens of a micro-batch of all runs
 
 
 def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
@@ -57,7 +58,8 @@ def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
         n_ctx = max(count, *(len(prompt.tokens) + options.steps for prompt in prompts))
         meter.expect(whole_work(prompts, count, options))
         # A star keeps a backup sequence of recurrent state, and its micro-batch is a multiple of two sequences.
-        # The oracle takes the same size: an architecture whose answer depends on the partition is still comparable.
+        # The oracle takes the same size, and so do the stages of a ring: an architecture whose answer depends on the
+        # partition is still comparable.
         size = MICRO_BATCH // 2 * 2 if model.is_hybrid else MICRO_BATCH
         with Session(model, n_ctx=n_ctx, n_ubatch=size, n_threads=options.threads) as session:
             traces = run_prompts(decoder_of(session), prompts, options.steps, meter.phase("one process", MICRO_BATCH))
@@ -65,7 +67,7 @@ def run_oracle(path: Path, options: GateOptions, meter: Meter) -> Oracle:
             invariance = _invariance(session, random_tokens(model.n_vocab, count, seed=1), meter)
         if count:
             invariance = replace(invariance, several=_side_by_side(model, count, options.threads, meter))
-    return Oracle(prompts, traces, invariance, n_ctx)
+    return Oracle(prompts, traces, invariance, n_ctx, size)
 
 
 def run_floor(path: Path, oracle: Oracle, threads: int, meter: Meter, *, repack: bool) -> Comparison:
@@ -93,6 +95,7 @@ def whole_work(prompts: tuple[Prompt, ...], invariance_tokens: int, options: Gat
         return work([len(prompt.tokens) for prompt in prompts], micro_batch) + work([1] * steps, micro_batch)
 
     total = once(MICRO_BATCH) * (1 + len(options.contracts) * len(options.worker_counts))
+    total += once(MICRO_BATCH) * len(options.boundaries) * len(options.stage_counts)
     total += sum(work([invariance_tokens], size) for size in (1, *INVARIANCE_SIZES))
     total += 2 * work([invariance_tokens], 1)  # each alone, and then side by side
     if options.noise_floor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from orchestrator.onboarding.findings import BatchInvariance, GateRecord, WorkerCountResult
-from orchestrator.types import Contract
 from orchestrator.verification.gate import NoiseFloor
 
 COLUMNS = ("contract", "workers", "verdict", "bytes", "argmax", "cosine min", "cosine mean", "KL (nats)", "rows")
@@ -13,10 +12,15 @@ COLUMNS = ("contract", "workers", "verdict", "bytes", "argmax", "cosine min", "c
 
 
 def verdict_rows(record: GateRecord) -> list[tuple[str, ...]]:
-    """Make one row per contract and number of workers, and one for the noise floor."""
+    """Make one row per contract and number of workers, per boundary and number of stages, and for the noise floor."""
     rows = [
-        _result_row(contract, count, result)
+        _result_row(contract.value, str(count), result)
         for contract, results in record.contracts.items()
+        for count, result in sorted(results.items())
+    ]
+    rows += [
+        _result_row(f"boundary {boundary.value}", f"{count} stages", result)
+        for boundary, results in record.boundaries.items()
         for count, result in sorted(results.items())
     ]
     if record.noise_floor is not None:
@@ -29,6 +33,11 @@ def failures(record: GateRecord) -> list[str]:
     return [
         f"{contract.value} at {count} worker{'s' if count > 1 else ''}: {result.reason}"
         for contract, results in record.contracts.items()
+        for count, result in sorted(results.items())
+        if not result.passed
+    ] + [
+        f"boundary {boundary.value} at {count} stages: {result.reason}"
+        for boundary, results in record.boundaries.items()
         for count, result in sorted(results.items())
         if not result.passed
     ]
@@ -52,16 +61,20 @@ def summary(record: GateRecord) -> str:
     positions = max((cell.positions for cells in record.contracts.values() for cell in cells.values()), default=0)
     words = "PASSED" if record.passed else "FAILED"
     fault = f", with the fault {record.injected} in one worker" if record.injected else ""
+    rings = "".join(
+        f"; boundary {boundary.value} {'passed' if record.passes(boundary) else 'FAILED'}"
+        for boundary in record.boundaries
+    )
     return (
         f"{words}: {record.model} ({record.architecture}), {len(record.prompts)} prompts, "
-        f"{positions} positions each{fault}"
+        f"{positions} positions each{fault}{rings}"
     )
 
 
-def _result_row(contract: Contract, count: int, result: WorkerCountResult) -> tuple[str, ...]:
+def _result_row(asked: str, count: str, result: WorkerCountResult) -> tuple[str, ...]:
     return (
-        contract.value,
-        str(count),
+        asked,
+        count,
         "passed" if result.passed else "FAILED",
         "identical" if result.byte_identical else "differ",
         f"{result.argmax_agreement:.4f}",

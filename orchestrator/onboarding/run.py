@@ -7,6 +7,7 @@ The runs, in order, each closed before the next one opens so that a large model 
 2. the *noise floor*: the stock configuration at two micro-batch sizes, fed with the oracle's tokens.
 3. the *star*, for each number of workers and each contract: real worker processes with uneven shares and a backbone
    that holds no expert.
+4. where asked for, the *ring*: local stages in this process, for each number of stages and each kind of boundary.
 
 A model larger than the free memory is mapped instead of read, by the oracle and by the workers: slow, but it runs,
 and the meter says how long it will take. Its noise floor is measured without repacking, which needs a copy in memory.
@@ -30,10 +31,11 @@ from orchestrator.onboarding.options import GateOptions
 from orchestrator.onboarding.prompts import MICRO_BATCH
 from orchestrator.onboarding.records import gate_key
 from orchestrator.onboarding.reference import FLOOR_MICRO_BATCHES, Oracle, run_floor, run_oracle
+from orchestrator.onboarding.stages import plan_stages, try_boundaries
 from orchestrator.onboarding.star import open_fleet, uneven_shares
 from orchestrator.onboarding.trace import replay
 from orchestrator.onboarding.whole_text import decoder_of
-from orchestrator.types import Contract
+from orchestrator.types import Boundary, Contract
 from orchestrator.verification.gate import Comparison, NoiseFloor, judge
 
 _SHARE_OF_MEMORY = 0.8
@@ -45,7 +47,7 @@ class GateReport:
     """A record, and the curves behind it, which are shown but not stored."""
 
     record: GateRecord
-    comparisons: dict[tuple[Contract, int], Comparison] = field(repr=False)
+    comparisons: dict[tuple[Contract | Boundary, int], Comparison] = field(repr=False)
     floor: Comparison | None = field(repr=False)
 
 
@@ -74,13 +76,14 @@ def run_gate(
     meter.say("hashing the model")
     key = gate_key(path)
     mapped = file.n_bytes > _SHARE_OF_MEMORY * psutil.virtual_memory().available
+    rings = plan_stages(path, options.stage_counts) if options.boundaries else {}
     oracle = run_oracle(path, options, meter)
     floor_curve, floor = None, None
     if options.noise_floor:
         floor_curve = run_floor(path, oracle, options.threads, meter, repack=not mapped)
         floor = NoiseFloor.of(floor_curve, micro_batches=FLOOR_MICRO_BATCHES, repacked=not mapped)
     results: dict[Contract, dict[int, WorkerCountResult]] = {contract: {} for contract in options.contracts}
-    curves: dict[tuple[Contract, int], Comparison] = {}
+    curves: dict[tuple[Contract | Boundary, int], Comparison] = {}
     for count in options.worker_counts:
         meter.say(f"starting {_workers(count)}")
         try:
@@ -89,6 +92,9 @@ def run_gate(
         except (FleetError, EngineError) as error:
             # A worker that does not start, dies or refuses has not given the same answer: a failed gate, in words.
             raise GateError(f"over {_workers(count)}: {error}", hint=error.hint) from error
+    boundaries: dict[Boundary, dict[int, WorkerCountResult]] = {boundary: {} for boundary in options.boundaries}
+    for boundary, count, result, curve in try_boundaries(path, rings, options, oracle, floor, meter):
+        boundaries[boundary][count], curves[boundary, count] = result, curve
     record = GateRecord(
         key=key,
         model=path.name,
@@ -101,6 +107,7 @@ def run_gate(
         created=today().isoformat(timespec="seconds"),
         seconds=round(meter.seconds, 3),
         injected=options.inject,
+        boundaries=boundaries,
     )
     return GateReport(record, curves, floor_curve)
 

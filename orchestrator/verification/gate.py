@@ -15,7 +15,8 @@ How a verdict is reached:
 ``exact`` passes only when the bytes are equal for every prompt, phase and worker count. There is no tolerance: the
 contract's promise is equality, and a single bit that differs says that some machine computes something else.
 
-A lossy contract (``sum``) adds the same numbers in another order, so bytes may differ. How much may they? Quantised
+A lossy contract (``sum``) adds the same numbers in another order, and a ring with F16 boundaries rounds some of them,
+so bytes may differ. How much may they? Quantised
 activations amplify a last-bit difference into a rounding step of 1/127, and how far that goes depends on the model.
 So the yardstick is the model's own *noise floor*: the stock engine against itself at another micro-batch size, a
 difference that every user of the engine lives with and never sees. A lossy contract passes when it is
@@ -39,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.errors import InputError
-from orchestrator.types import Contract, FloatArray
+from orchestrator.types import Boundary, Contract, FloatArray
 
 COSINE_GOOD = 0.9999
 """A cosine at or above this, at every position and with every argmax equal, passes without looking at the floor."""
@@ -194,17 +195,20 @@ def merge(comparisons: Iterable[Comparison]) -> Comparison:
 
 
 def judge(
-    contract: Contract, comparison: Comparison, floor: NoiseFloor | None, margins: Margins | None = None
+    promise: Contract | Boundary,
+    comparison: Comparison,
+    floor: NoiseFloor | None,
+    margins: Margins | None = None,
 ) -> Verdict:
-    """Give the verdict of one contract over everything that was compared (one worker count, all prompts).
+    """Give the verdict of one contract, or kind of boundary, over all that was compared (one count, all prompts).
 
-    ``floor`` may be None (not measured): a lossy contract then passes only when it is absolutely good.
+    ``floor`` may be None (not measured): a lossy one then passes only when it is absolutely good.
     """
     if comparison.positions == 0:
         return Verdict(False, "nothing was compared")
     if comparison.byte_identical:
         return Verdict(True, f"all {comparison.positions} positions are byte-identical")
-    if contract is Contract.EXACT:
+    if promise in (Contract.EXACT, Boundary.F32):
         differing = int((~comparison.identical).sum())
         first = int(np.flatnonzero(~comparison.identical)[0])
         return Verdict(False, f"{differing} of {comparison.positions} positions differ, the first is number {first}")
