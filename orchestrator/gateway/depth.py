@@ -24,10 +24,10 @@ _LEAST: Final = 1e-6
 _FEWEST: Final = 3
 """Steps of a size without which nothing is known of it."""
 
-_ROW_SHARE: Final = 0.25
+_ROW_SHARE: Final = 0.1
 """What one more row is taken to cost before it was tried, as a part of a step."""
 
-_FORGOTTEN: Final = 512
+_FORGOTTEN: Final = 256
 """A size that was not seen for so many steps may take something else by now."""
 
 _MEMORY: Final = 0.95

@@ -41,6 +41,12 @@ STALE_STEPS: Final = 8
 """After so many steps a single step is made and timed again: what it takes is what guesses are measured by. Where
 guesses gain much, after more steps: the square of the gain."""
 
+SINGLES_EACH: Final = 4
+"""One in so many single steps is timed."""
+
+RESTING_STEPS: Final = 7
+"""Steps after one for which no depth paid, before the question is asked again for no better guesses."""
+
 _LAST_STEPS: Final = 64
 """Over how many steps a drafter's preparations are spread at most: nobody knows how long an answer gets."""
 
@@ -140,7 +146,9 @@ class Speculation:
         self._jobs: dict[int, object] = {}  # whose they are
         self._drafts: dict[int, Draft] = {}  # made for steps under way, whether computed or not
         self._budget = 0.0  # seconds that trials may cost
-        self._is_disturbed = False  # the drafter computed in front of the last step
+        self._singles = 0  # steps since the last one with guesses
+        self._rest = 0  # steps for which no rate up to the hopeless one is looked at again
+        self._hopeless = 0.0
 
     def close(self) -> None:
         """Close the drafter."""
@@ -165,15 +173,9 @@ class Speculation:
     def learn(self, step: Step, jobs: Sequence[Job[Any]], seconds: float) -> None:
         """Compare the guesses with what was chosen, after a step that took so long and ended well."""
         self._budget += TRIAL_SHARE * seconds
-        lengths = {segment.slot: len(segment.tokens) for segment in step.segments}
-        # Parts of prompts give no logits and overlap each other: they say nothing about answers. And what a drafter
-        # computes takes the processor's caches, which makes the step behind it slower, by as much as half: for steps
-        # with guesses that is so, but what single steps take is seen in the second of them.
-        has_guesses = any(segment.drafts for segment in step.segments)
-        is_answering = all(segment.sure == 1 for segment in step.segments)
-        if is_answering and (has_guesses or not self._is_disturbed):
+        if self._is_telling(step):
+            lengths = {segment.slot: len(segment.tokens) for segment in step.segments}
             self.times.observe(micro_batches(lengths, self._facts.n_chunk), seconds)
-        self._is_disturbed = has_guesses and not self.drafter.is_free
         for segment, job in zip(step.segments, jobs, strict=True):
             draft = self._drafts.pop(segment.slot, None)
             if draft is None:
@@ -183,6 +185,21 @@ class Speculation:
                 self._rates[segment.slot].observe(draft.kind, right=guess == token)
                 if guess != token:
                     break
+
+    def _is_telling(self, step: Step) -> bool:
+        """Tell whether the time of a step says what steps of its size take.
+
+        Parts of prompts give no logits and overlap each other. What a drafter computes takes the processor's caches,
+        which makes the step behind it slower, by as much as half: for steps with guesses that is so, but single ones
+        are looked at from the second on. One in a few of these is enough: Python runs slowly between two steps.
+        """
+        if any(segment.sure != 1 for segment in step.segments):
+            return False
+        if any(segment.drafts for segment in step.segments):
+            self._singles = 0
+            return True
+        self._singles += 1
+        return self._singles % SINGLES_EACH == (1 if self.drafter.is_free else 2)
 
     def dropped(self, step: Step) -> None:
         """Forget the guesses of a step that came to nothing."""
@@ -214,9 +231,18 @@ class Speculation:
         """Return the guesses that pay; those of a free drafter are remembered in any case, to learn from."""
         if self.drafter.is_free:
             made = self._propose(wanted)
-            candidates = [Candidate(slot, len(d.tokens), self._rates[slot].rate(d.kind)) for slot, d in made.items()]
+            rates = {slot: self._rates[slot].rate(draft.kind) for slot, draft in made.items()}
         else:
-            candidates = [self._costly(one) for one in wanted]
+            rates = {one.slot: self._rates[one.slot].rate(0) for one in wanted}
+        if not rates:
+            return {}
+        if self._rest and max(rates.values()) <= self._hopeless:
+            self._rest -= 1
+            return {}
+        if self.drafter.is_free:
+            candidates = [Candidate(slot, len(made[slot].tokens), rate) for slot, rate in rates.items()]
+        else:
+            candidates = [self._costly(one, rates[one.slot]) for one in wanted]
         lengths = {segment.slot: len(segment.tokens) for segment in step.segments}
         choice = best_choice(
             candidates,
@@ -227,15 +253,17 @@ class Speculation:
             draft_seconds=self.drafter.seconds(len(wanted)),
         )
         if choice is None or not self._pays(choice, lengths):
+            self._rest, self._hopeless = RESTING_STEPS, max(rates.values())
             return {}
+        self._rest = 0
         chosen = [replace(one, count=choice.depth) for one in wanted if one.slot in choice.slots]
         if not self.drafter.is_free:
             made = self._propose(chosen)
         return {one.slot: made[one.slot].tokens[: choice.depth] for one in chosen if one.slot in made}
 
-    def _costly(self, one: Wanted) -> Candidate:
+    def _costly(self, one: Wanted, rate: float) -> Candidate:
         debt = self.drafter.debt(one.slot, one.tokens)
-        return Candidate(one.slot, one.count, self._rates[one.slot].rate(0), debt, min(one.left, _LAST_STEPS))
+        return Candidate(one.slot, one.count, rate, debt, min(one.left, _LAST_STEPS))
 
     def _pays(self, choice: Choice, lengths: Mapping[int, int]) -> bool:
         rows = micro_batches(lengths, self._facts.n_chunk)

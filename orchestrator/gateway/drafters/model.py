@@ -44,7 +44,7 @@ class ModelDrafter:
 
     name = "draft"
     is_free = False
-    prior = 0.7
+    prior = 0.8
 
     def __init__(
         self, model: Model, context: Context, n_common: int, *, now: Callable[[], float] = time.perf_counter
