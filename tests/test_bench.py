@@ -14,6 +14,7 @@ from orchestrator.bench import layer, waiting
 from orchestrator.bench.delay import delayed
 from orchestrator.bench.machine import pinned
 from orchestrator.bench.pairs import PairedTimes, Work, run_pairs
+from orchestrator.bench.ring import measure_ring
 from orchestrator.bench.star import Orchestration
 from orchestrator.dispatch.exchange import LayerSample
 from orchestrator.errors import InputError
@@ -164,6 +165,18 @@ def test_bench_layer_makes_its_model_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert report["overhead"] == pytest.approx(report["step_ms_star"] / report["step_ms_local"] - 1, abs=0.5)
     with pytest.raises(InputError, match="no layer of a model 'nothing'"):
         layer.layer_model("nothing")
+
+
+@needs_two_cores
+def test_bench_ring_says_what_a_long_way_leaves(synthetic):
+    report = measure_ring(synthetic("qwen3moe"), pairs=2, steps=3, delay=0.02)
+    figures = report.to_json()
+    assert (figures["transport"], figures["delay_ms"], figures["byte_identical"]) == ("tcp", 20.0, True)
+    assert min(report.times.star) > 0.02, "a turn takes the way and the computation"
+    assert 0 < report.to_possible <= 1.05
+    near = measure_ring(synthetic("qwen3moe"), pairs=1, steps=3)
+    assert near.transport == "unix"
+    assert near.to_possible == pytest.approx(near.times.star_to_local)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from orchestrator.bench.delay import delayed
 from orchestrator.bench.machine import load_average, pinned, two_cores
 from orchestrator.bench.pairs import PairedTimes, Work, run_pairs
 from orchestrator.engine.context import Context
@@ -43,6 +44,14 @@ class RingReport:
     times: PairedTimes  # its "star" is the ring
     stages_us: tuple[float, ...]
     load: tuple[float, float]
+    delay: float = 0.0  # seconds added to a turn
+
+    @property
+    def to_possible(self) -> float:
+        """The ring's speed by what it can be at most: a turn on the way and one process's computation for a token."""
+        return statistics.median(
+            (self.delay + local) / ring for ring, local in zip(self.times.star, self.times.local, strict=True)
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object."""
@@ -55,6 +64,8 @@ class RingReport:
             "tokens_per_second_local": round(1 / statistics.median(self.times.local), 2),
             "ring_to_local": round(self.times.star_to_local, 4),
             "quartiles": [round(low, 4), round(high, 4)],
+            "delay_ms": 1e3 * self.delay,
+            "ring_to_possible": round(self.to_possible, 4),
             "stage_compute_us": [round(value, 1) for value in self.stages_us],
             "pairs": len(self.times.star),
             "byte_identical": self.times.byte_identical,
@@ -104,10 +115,15 @@ def measure_ring(
     pairs: int = 20,
     steps: int = 24,
     unix: bool = True,
+    delay: float = 0.0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> RingReport:
-    """Time both sides in turn; raise :class:`InputError` where this process may use only one core."""
+    """Time both sides in turn; raise :class:`InputError` where this process may use only one core.
+
+    ``delay`` seconds are added to each turn, on TCP.
+    """
+    unix = unix and not delay
     file = GgufFile.open(path)
     cores = two_cores()
     sizes = StageSizes(n_ctx=_PROMPT + steps)
@@ -117,12 +133,13 @@ def measure_ring(
     with ExitStack() as stack:
         first, second = LayerRange(*bounds[:2]), LayerRange(*bounds[1:])
         stages = stack.enter_context(LocalStages(path, [[first]], options=options, pin=[cores[1]], unix=unix))
+        addresses = stack.enter_context(delayed(stages.addresses, delay)) if delay else stages.addresses
         stack.enter_context(pinned(cores[0]))
         model = stack.enter_context(Model.open(path))
         context = stack.enter_context(Context(model, n_ctx=sizes.n_ctx))
         own = stack.enter_context(StageContext.open(path, second, sizes))
         client = stack.enter_context(
-            Ring(stages.addresses, local=[own], identity=engine_identity(), model_sha256=file.header_sha256)
+            Ring(addresses, local=[own], identity=engine_identity(), model_sha256=file.header_sha256)
         )
         ring = _Ring(client)
         times = run_pairs(ring, _One(context), _works(model.n_vocab, pairs, steps, seed), progress=progress)
@@ -133,6 +150,7 @@ def measure_ring(
         times=times,
         stages_us=tuple(statistics.median(column) for column in zip(*ring.spent, strict=True)),
         load=(before, load_average()),
+        delay=delay,
     )
 
 

@@ -138,10 +138,13 @@ def _show_layer(terminal: Terminal, report: LayerReport) -> None:
 @_pairs
 @click.option("--steps", type=click.IntRange(1, 256), default=24, help="Tokens of each run.")
 @click.option("--tcp", is_flag=True, help="Loopback TCP between the stages instead of a Unix socket.")
+@click.option(
+    "--delay", type=click.FloatRange(0, 10_000), default=0.0, help="Milliseconds added to each turn, over TCP."
+)
 @_json
 @click.pass_context
-def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, as_json: bool) -> None:
-    """Measure tokens/s of a ring of two stages against one process.
+def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, delay: float, as_json: bool) -> None:
+    """Measure tokens/s of a ring of two stages against one process, and against what a long way leaves possible.
 
     One thread for each stage and for the one process, each stage on a core of its own. Exit status 1 if a logit
     differs between the two sides.
@@ -149,7 +152,7 @@ def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, as_j
     terminal: Terminal = ctx.obj
     with terminal.progress("bench ring") as progress:
         path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
-        report = measure_ring(path, pairs=pairs, steps=steps, unix=not tcp, progress=progress)
+        report = measure_ring(path, pairs=pairs, steps=steps, unix=not tcp, delay=delay / 1e3, progress=progress)
     figures = report.to_json()
     if as_json:
         terminal.json(figures)
@@ -163,6 +166,10 @@ def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, as_j
         terminal.print(
             f"ring to local: {report.times.star_to_local:.3f} (quartiles {low:.3f} to {high:.3f})", style="bold"
         )
+        if delay:
+            terminal.print(
+                f"ring to 1 / ({delay:g} ms + the one process's step): {report.to_possible:.3f}", style="bold"
+            )
         _show_common(terminal, report.times.byte_identical, report.load)
     ctx.exit(0 if report.times.byte_identical else 1)
 
