@@ -48,7 +48,7 @@ def digests(path: Path, lengths: tuple[int, ...], *addresses: str) -> list[str]:
 )
 def test_every_length_equals_one_process(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     path = tmp_path / "model.gguf"
-    synth("qwen3moe", path, n_layer=2)  # attention over 30,000 tokens takes its time
+    synth("qwen3moe", path, n_layer=1 if max(lengths) > 4096 else 2)  # attention over 30,000 tokens takes its time
     with LocalWorkers(path, 2) as workers:
         star = digests(path, lengths, *workers.addresses)
     assert len(star) == len(lengths)
