@@ -19,7 +19,7 @@ from orchestrator.planner.plan import PROCESS_BYTES
 from orchestrator.transport.base import parse_address
 from orchestrator.transport.tcp import connect
 from orchestrator.workers.child import ChildProcess, end_processes
-from orchestrator.workers.ownership import choose_ownership
+from orchestrator.workers.ownership import choose_ownership, owned_bytes
 
 ANY_PORT: Final = "127.0.0.1:0"
 
@@ -238,11 +238,8 @@ class DeployedProcesses:
 def _memory(entry: StageEntry | WorkerEntry, measures: Measures, file: GgufFile) -> int:
     """Return what a process will take in bytes."""
     if isinstance(entry, StageEntry):
-        ranges = [span for span in entry.layers if span[1] <= measures.facts.n_layer]
-        held = sum(measures.weights_of(*span) + measures.cache_of(*span) for span in ranges)
-        return held + measures.overhead_of(ranges)
-    ownership = choose_ownership(file, entry.layers, entry.experts)
-    return PROCESS_BYTES + sum(file.bytes_per_expert(layer) * len(ids) for layer, ids in ownership.experts.items())
+        return measures.memory_of([span for span in entry.layers if span[1] <= measures.facts.n_layer])
+    return PROCESS_BYTES + owned_bytes(file, choose_ownership(file, entry.layers, entry.experts))
 
 
 def _holds(entry: StageEntry | WorkerEntry) -> str:

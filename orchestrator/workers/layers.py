@@ -191,9 +191,6 @@ class StageLayers:
     def _bytes(self, measures: Measures, ranges: Sequence[LayerRange]) -> int:
         """Return what a process with these ranges takes, itself included; experts only where it computes them."""
         spans = [(found.first, found.last) for found in ranges]
-        total = measures.overhead_of(spans)
-        for span in spans:
-            total += measures.weights_of(*span) + measures.cache_of(*span)
-            if self._options.workers:
-                total -= sum(layer.expert_weights for layer in measures.facts.layers[slice(*span)])
-        return total
+        remote = spans if self._options.workers else []
+        elsewhere = sum(layer.expert_weights for span in remote for layer in measures.facts.layers[slice(*span)])
+        return measures.memory_of(spans) - elsewhere
