@@ -109,12 +109,13 @@ def command(
     )
     if to_catalogue and inject is not None:
         raise click.UsageError("--record and --inject: a run with an injected fault is no finding about the model")
-    # Before the long run: it may have no row.
-    name = catalogue_name(path) if to_catalogue else known_name(path)
+    if to_catalogue:
+        catalogue_name(path)  # before the long run: it may have no row
     with terminal.progress("gate") as progress:
         report = run_gate(path, options, progress=progress)
     if inject is None:
         stored = str(save(report.record))
+        name = known_name(path)  # the run has hashed the file, with progress
         if name is not None:
             remember(name, report.record)
             if to_catalogue:
