@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,10 +10,8 @@ import numpy as np
 
 from orchestrator.engine.context import Context
 from orchestrator.engine.model import Model
-from orchestrator.engine.stage import StageContext, StageSizes
+from orchestrator.engine.stage import StageSizes
 from orchestrator.engine.survey import survey
-from orchestrator.ring.hop import Hop
-from orchestrator.ring.layout import LayerRange
 from orchestrator.ring.pipeline import Pipeline
 from orchestrator.ring.steps import TokenBatch, one_sequence
 from orchestrator.types import FloatArray
@@ -53,17 +49,6 @@ def whole(path: Path, sizes: StageSizes) -> Iterator[Context]:
         ) as context,
     ):
         yield context
-
-
-@contextlib.contextmanager
-def pipeline(path: Path, cuts: Sequence[int], sizes: StageSizes) -> Iterator[Pipeline]:
-    """Make a ring of hops between these cuts; ``cuts`` has 0 and the number of layers at its ends."""
-    with contextlib.ExitStack() as stack:
-        contexts = [
-            stack.enter_context(StageContext.open(path, LayerRange(first, last), sizes))
-            for first, last in itertools.pairwise(cuts)
-        ]
-        yield Pipeline([Hop(context, clock=time.perf_counter_ns) for context in contexts], contexts[0].facts)
 
 
 def decode_all(target: Context | Pipeline, steps: Sequence[TokenBatch]) -> list[FloatArray]:

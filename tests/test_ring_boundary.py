@@ -15,6 +15,7 @@ from orchestrator.engine.stage import StageContext, StageSizes
 from orchestrator.errors import ProtocolError, StageRefusedError
 from orchestrator.gateway.ring_backbone import open_ring
 from orchestrator.models.deployment import Deployment, StageEntry
+from orchestrator.onboarding.stages import open_stages
 from orchestrator.ring.hop import Hop
 from orchestrator.ring.items import step_item
 from orchestrator.ring.layout import LayerRange
@@ -25,7 +26,7 @@ from orchestrator.wire.boundary import BoundaryCodec, decode, encode
 from orchestrator.wire.messages import VersionRange
 from orchestrator.wire.ring_messages import Fault, FaultKind, Step
 from orchestrator.workers.deployment import DeployedProcesses
-from tests.ring_models import batches, decode_all, legal_cuts, pipeline, same, tokens_of
+from tests.ring_models import batches, decode_all, legal_cuts, same, tokens_of
 from tests.ring_net import Net, net
 from tests.ring_twin import TwinStage, facts
 
@@ -163,7 +164,7 @@ def test_a_ring_of_engines_rounds_and_answers_alike_however_tokens_are_grouped(
     path = synthetic("llama")
     n_layer, cuts = legal_cuts(path)
     sizes = StageSizes(n_ctx=128)
-    with pipeline(path, [0, cuts[0], cuts[-1], n_layer], sizes) as exact:
+    with open_stages(path, [0, cuts[0], cuts[-1], n_layer], sizes) as exact:
         rounding = Pipeline(exact.hops, exact.facts, Boundary.F16)
         tokens = tokens_of(exact.facts.n_vocab, 40)
         grouped = list(batches(tokens, (1, 33, 6), exact.facts.n_batch))
@@ -192,7 +193,7 @@ def test_a_deployment_says_it_to_processes(synthetic: Callable[[str], Path]) -> 
     ):
         given = backbone.ring.decode(batch)
         assert backbone.fingerprint.endswith(" ring f16")
-    with pipeline(path, [0, 2, 4], StageSizes(n_ctx=128)) as ring:
+    with open_stages(path, [0, 2, 4], StageSizes(n_ctx=128)) as ring:
         exact = ring.decode(batch)
         for hop in ring.hops:
             hop.clear()

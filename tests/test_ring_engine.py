@@ -18,11 +18,12 @@ from orchestrator.engine.stage import StageContext, StageSizes
 from orchestrator.engine.survey import survey
 from orchestrator.engine.synth import architectures
 from orchestrator.errors import InputError
+from orchestrator.onboarding.stages import open_stages
 from orchestrator.ring.layout import LayerRange, check_cuts, merge, parse_layers, tile
 from orchestrator.ring.pipeline import Pipeline
 from orchestrator.ring.steps import Clear, Copy, Keep, Remove, Restore, Shift, TokenBatch, one_sequence
 from tests.conftest import FAMILIES
-from tests.ring_models import batches, decode_all, legal_cuts, pipeline, same, tokens_of, whole
+from tests.ring_models import batches, decode_all, legal_cuts, same, tokens_of, whole
 
 SHORT = (1, 33, 130), 8
 LONG = (1, 33, 700), 32
@@ -35,7 +36,7 @@ def check_cut_lists(path: Path, lists: list[list[int]], parts: tuple[int, ...], 
         todo = list(batches(tokens, parts, context.n_batch, every=sum(parts) < 200))
         expected = decode_all(context, todo)
     for cuts in lists:
-        with pipeline(path, cuts, sizes) as ring:
+        with open_stages(path, cuts, sizes) as ring:
             assert same(decode_all(ring, todo), expected), cuts
 
 
@@ -70,7 +71,7 @@ def test_the_comparison_sees_one_bit(synthetic: Callable[[str], Path]) -> None:
     batch = one_sequence([1, 2, 3], 0, every=True)
     with whole(path, sizes) as context:
         expected = context.decode(batch).logits
-    with pipeline(path, [0, 2, 4], sizes) as ring:
+    with open_stages(path, [0, 2, 4], sizes) as ring:
         stage = ring.hops[0].compute
         honest = stage.decode
 
@@ -246,7 +247,7 @@ class Both:
 
 @contextlib.contextmanager
 def both(path: Path, cuts: list[int]) -> Iterator[Both]:
-    with whole(path, KV_SIZES) as context, pipeline(path, cuts, KV_SIZES) as ring:
+    with whole(path, KV_SIZES) as context, open_stages(path, cuts, KV_SIZES) as ring:
         yield Both(context, ring)
 
 
@@ -275,7 +276,7 @@ def test_a_restored_or_copied_sequence_goes_on_as_if_it_had_been_computed(
     path = synthetic(architecture)
     n_layer, cuts = legal_cuts(path)
     sizes = StageSizes(n_ctx=96, n_sequences=2, n_ubatch=16, n_batch=16)
-    with pipeline(path, [0, cuts[1], n_layer], sizes) as ring:
+    with open_stages(path, [0, cuts[1], n_layer], sizes) as ring:
         tokens = tokens_of(ring.facts.n_vocab, 40)
         reference = ring.decode(one_sequence(tokens[:30], 0, every=True))[20:].tobytes()
         ring.apply(Clear())

@@ -20,6 +20,7 @@ from orchestrator.models.gguf import GgufFile
 from orchestrator.models.gguf_manifest import is_expert_tensor
 from orchestrator.ring.client import Ring
 from orchestrator.ring.layout import LayerRange
+from orchestrator.types import FloatArray
 
 ROOT = Path(__file__).parent.parent
 ANY = "127.0.0.1:0"
@@ -35,6 +36,15 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def serve_and_expect(path: Path, folders: Path) -> tuple[list[int], list[FloatArray]]:
+    """Put a model where it is served; return a text and the logits that one process gives for it."""
+    (folders / "served" / "model.gguf").symlink_to(path)
+    with whole(path, StageSizes(n_ctx=256)) as context:
+        tokens = tokens_of(context.model.n_vocab, 44)
+        expected = decode_all(context, list(batches(tokens, (40,), context.n_batch)))
+        return tokens, expected
+
+
 @pytest.mark.parametrize("architecture", ["step35", pytest.param("kimi-k3", marks=pytest.mark.slow)])
 def test_each_stage_downloads_its_own_layers_only(
     synthetic: Callable[[str], Path], folders: Path, architecture: str
@@ -42,11 +52,8 @@ def test_each_stage_downloads_its_own_layers_only(
     path = synthetic(architecture)
     file = GgufFile.open(path)
     n_layer = file.n_layer
-    (folders / "served" / "model.gguf").symlink_to(path)
     cuts = (0, 2, 5, n_layer)
-    with whole(path, StageSizes(n_ctx=256)) as context:
-        tokens = tokens_of(context.model.n_vocab, 44)
-        expected = decode_all(context, list(batches(tokens, (40,), context.n_batch)))
+    tokens, expected = serve_and_expect(path, folders)
     with serving(folders / "served") as server:
         plan = Deployment(
             model=server.url("model.gguf"),
@@ -85,10 +92,7 @@ def test_a_process_in_reserve_downloads_the_layers_that_it_takes_over(
 ) -> None:
     path = synthetic("llama")
     file = GgufFile.open(path)
-    (folders / "served" / "model.gguf").symlink_to(path)
-    with whole(path, StageSizes(n_ctx=256)) as context:
-        tokens = tokens_of(context.model.n_vocab, 44)
-        expected = decode_all(context, list(batches(tokens, (40,), context.n_batch)))
+    tokens, expected = serve_and_expect(path, folders)
     with serving(folders / "served") as server:
         plan = Deployment(
             model=server.url("model.gguf"),

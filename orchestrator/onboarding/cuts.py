@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,11 +11,9 @@ import numpy as np
 
 from orchestrator.engine.context import Context
 from orchestrator.engine.model import Model
-from orchestrator.engine.stage import StageContext, StageSizes
+from orchestrator.engine.stage import StageSizes
 from orchestrator.engine.survey import survey
-from orchestrator.ring.hop import Hop
-from orchestrator.ring.layout import LayerRange
-from orchestrator.ring.pipeline import Pipeline
+from orchestrator.onboarding.stages import open_stages
 from orchestrator.ring.steps import TokenBatch, one_sequence
 from orchestrator.types import FloatArray, format_ranges
 
@@ -98,10 +94,7 @@ def try_cuts(path: Path) -> CutFindings:
 
 
 def _two_stages(path: Path, cut: int, n_layer: int, sizes: StageSizes, steps: list[TokenBatch]) -> list[bytes]:
-    with ExitStack() as stack:
-        ranges = LayerRange(0, cut), LayerRange(cut, n_layer)
-        contexts = [stack.enter_context(StageContext.open(path, layers, sizes)) for layers in ranges]
-        ring = Pipeline([Hop(context, clock=time.perf_counter_ns) for context in contexts], contexts[0].facts)
+    with open_stages(path, (0, cut, n_layer), sizes) as ring:
         return [_bytes(ring.decode(step)) for step in steps]
 
 

@@ -83,7 +83,7 @@ def try_boundaries(
 
 @contextmanager
 def open_stages(
-    path: Path, bounds: Sequence[int], sizes: StageSizes, boundary: Boundary, *, threads: int = 1
+    path: Path, bounds: Sequence[int], sizes: StageSizes, boundary: Boundary = Boundary.F32, *, threads: int = 1
 ) -> Iterator[Pipeline]:
     """Load the ranges between the bounds and make a ring of them."""
     with ExitStack() as stack:
