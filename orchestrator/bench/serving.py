@@ -121,7 +121,8 @@ def _opened(path: Path, way: Way, rtt: float, streams: int) -> Iterator[Backbone
         ):
             yield backbone
         return
-    middle, end = GgufFile.open(path).n_layer // 2, GgufFile.open(path).n_layer
+    end = GgufFile.open(path).n_layer
+    middle = end // 2
     stages = tuple(
         StageEntry(name, (span,), "127.0.0.1:0") for name, span in (("near", (0, middle)), ("far", (middle, end)))
     )

@@ -14,10 +14,7 @@ from orchestrator.bench.ring import measure_ring
 from orchestrator.bench.waiting import CPU_LIMIT, WaitingReport, run_waiting
 from orchestrator.cli import bench_serving, bench_speculation
 from orchestrator.cli.app import Terminal
-from orchestrator.models.catalog import resolve_model
-from orchestrator.models.sources import get_model
-
-DEFAULT_MODEL = "smollm2-moe"
+from orchestrator.cli.bench_model import DEFAULT_MODEL, bench_model
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 _pairs = click.option("--pairs", type=click.IntRange(1, 1000), default=20, help="Alternating runs of both sides.")
@@ -57,7 +54,7 @@ def dispatch(
     terminal: Terminal = ctx.obj
     with terminal.progress("bench dispatch") as progress:
         # The default model is fetched, as the demo does; any other must be there.
-        path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+        path = bench_model(model, progress)
         report = run_dispatch(path, workers=workers, pairs=pairs, steps=steps, progress=progress)
     if as_json:
         terminal.json(report.to_json() | {"budget_us": budget_us, "within_budget": report.is_within(budget_us)})
@@ -151,7 +148,7 @@ def ring(ctx: click.Context, model: str, pairs: int, steps: int, tcp: bool, dela
     """
     terminal: Terminal = ctx.obj
     with terminal.progress("bench ring") as progress:
-        path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+        path = bench_model(model, progress)
         report = measure_ring(path, pairs=pairs, steps=steps, unix=not tcp, delay=delay / 1e3, progress=progress)
     figures = report.to_json()
     if as_json:
@@ -204,7 +201,7 @@ def invariance(
     cost = None
     if not no_cost:
         with terminal.progress("cost") as progress:
-            path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+            path = bench_model(model, progress)
             cost = measure_cost(path, count, pairs, progress=progress)
     good = all(finding.expected for finding in findings)
     if as_json:
@@ -265,7 +262,7 @@ def waiting(ctx: click.Context, as_json: bool) -> None:
     """
     terminal: Terminal = ctx.obj
     with terminal.progress("bench waiting") as progress:
-        path = get_model(DEFAULT_MODEL, progress=progress)
+        path = bench_model(DEFAULT_MODEL, progress)
         report = run_waiting(path, progress=progress)
     if as_json:
         terminal.json(report.to_json())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import click
 
 from orchestrator.bench import serving_http
-from orchestrator.bench.serving import WANTED, Scaling, measure_scaling
+from orchestrator.bench.serving import WANTED, Scaling, Way, measure_scaling
 from orchestrator.bench.serving_http import OURS, UPSTREAM, Comparison, compare_servers
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.bench_model import DEFAULT_MODEL, bench_model
 from orchestrator.engine.build import upstream_server
-from orchestrator.models.catalog import resolve_model
-from orchestrator.models.sources import get_model
 
-DEFAULT_MODEL = "smollm2-moe"
 PARTS = ("star", "ring", "server")
 
 
@@ -48,22 +46,19 @@ def command(
     """
     terminal: Terminal = ctx.obj
     chosen = parts or PARTS
-    scalings: list[Scaling] = []
     comparison = None
     server = None
     if "server" in chosen:
         with terminal.progress("upstream's server") as progress:
             server = upstream_server(progress)
     with terminal.progress("bench serving") as progress:
-        path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
-        if "star" in chosen:
-            scalings.append(
-                measure_scaling(path, "star", rtt_ms=rtt_ms, streams=streams, rounds=rounds, progress=progress)
-            )
-        if "ring" in chosen:
-            scalings.append(
-                measure_scaling(path, "ring", rtt_ms=rtt_ms, streams=streams, rounds=rounds, progress=progress)
-            )
+        path = bench_model(model, progress)
+        ways: tuple[Way, ...] = ("star", "ring")
+        scalings = [
+            measure_scaling(path, way, rtt_ms=rtt_ms, streams=streams, rounds=rounds, progress=progress)
+            for way in ways
+            if way in chosen
+        ]
         if server is not None:
             comparison = compare_servers(
                 path, server, slots=slots, threads=threads, tokens=tokens, rounds=rounds, progress=progress

@@ -6,11 +6,11 @@ import click
 
 from orchestrator.bench.speculation import DELAYS_MS, LAYOUTS, MOST_LOST, SpeculationReport, measure_speculation
 from orchestrator.cli.app import Terminal
+from orchestrator.cli.bench_model import DEFAULT_MODEL, bench_model
 from orchestrator.gateway.drafters.opening import SpeculationMode, SpeculationSettings
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.sources import get_model
 
-DEFAULT_MODEL = "smollm2-moe"
 DEFAULT_DRAFT = "smollm2"
 
 
@@ -52,7 +52,7 @@ def command(
     """
     terminal: Terminal = ctx.obj
     with terminal.progress("bench speculation") as progress:
-        path = get_model(model, progress=progress) if model == DEFAULT_MODEL else resolve_model(model)
+        path = bench_model(model, progress)
         drafters = [("ngram", SpeculationSettings(SpeculationMode.AUTO))]
         if draft_model is not None or model == DEFAULT_MODEL:
             draft = resolve_model(draft_model) if draft_model else get_model(DEFAULT_DRAFT, progress=progress)
