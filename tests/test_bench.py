@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from serve_process import run_linkcpp
 
 from orchestrator.bench import layer, waiting
 from orchestrator.bench.delay import delayed
-from orchestrator.bench.machine import pinned
+from orchestrator.bench.machine import Seats, pinned
 from orchestrator.bench.pairs import PairedTimes, Work, run_pairs
 from orchestrator.bench.ring import measure_ring
 from orchestrator.bench.star import Orchestration
@@ -90,6 +91,24 @@ def test_pinning_ends():
     with pinned(min(before)):
         assert os.sched_getaffinity(0) == {min(before)}
     assert os.sched_getaffinity(0) == before
+
+
+@needs_two_cores
+def test_the_sides_change_places_after_both_were_first_once():
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        with pinned(first):
+            seats = Seats((first, second), [child.pid])
+            places = []
+            for pair in range(6):
+                seats.take(pair)
+                places.append((os.sched_getaffinity(0), os.sched_getaffinity(child.pid)))
+    finally:
+        child.kill()
+        child.wait()
+    there, back = ({first}, {second}), ({second}, {first})
+    assert places == [there, there, back, back, there, there]
 
 
 def test_the_longer_way_keeps_bytes_and_adds_its_delay():

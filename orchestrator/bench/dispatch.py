@@ -51,7 +51,7 @@ class DispatchReport:
             "model": self.model,
             "workers": self.workers,
             "threads": 1,
-            "cores": {"backbone": self.cores[0], "workers": self.cores[1]},
+            "cores": list(self.cores),  # which change places
             "pairs": len(self.times.star),
             "steps_per_run": self.steps,
             "orchestration_us": [entry.to_json() for entry in self.orchestration],
@@ -72,7 +72,7 @@ def run_dispatch(
     rng = np.random.default_rng(0)
     with open_bench(path, workers=workers, n_ctx=_CONTEXT) as bench:
         works = [_work(bench, rng, steps) for _ in range(pairs)]
-        times = run_pairs(bench.star, bench.local, works, progress=progress)
+        times = run_pairs(bench.star, bench.local, works, seats=bench.seats.take, progress=progress)
         # Before other row counts: the dispatcher remembers only so many calls. Prompts are among them.
         singles = tuple(
             sample for sample in bench.samples(pairs * (steps + 1) * bench.calls_per_step) if sample.rows == 1
@@ -82,7 +82,7 @@ def run_dispatch(
             if progress is not None:
                 progress(pairs, pairs, f"{rows} rows at once")
             entries.append(_at(bench, rng, rows))
-        return DispatchReport(path.name, workers, bench.cores, times, steps, tuple(entries), (before, load_average()))
+        return DispatchReport(path.name, workers, bench.seats.cores, times, steps, tuple(entries), (before, load_average()))
 
 
 def _work(bench: Bench, rng: np.random.Generator, steps: int) -> Work:

@@ -64,7 +64,7 @@ class LayerReport:
             "model": self.model,
             "moe_layers": self.layers,
             "threads": 1,
-            "cores": {"backbone": self.cores[0], "workers": self.cores[1]},
+            "cores": list(self.cores),  # which change places
             "pairs": len(self.times.star),
             "steps_per_run": self.steps,
             "step_ms_star": round(1e3 * statistics.median(self.times.star), 3),
@@ -91,14 +91,14 @@ def run_layer(
             side.decode(rng.integers(0, n_vocab, _WARM_UP).tolist())
         draws = [rng.integers(0, n_vocab, _PROMPT + steps).tolist() for _ in range(pairs)]
         works = [Work(tuple(draw[:_PROMPT]), tuple(draw[_PROMPT:])) for draw in draws]
-        times = run_pairs(bench.star, bench.local, works, progress=progress)
+        times = run_pairs(bench.star, bench.local, works, seats=bench.seats.take, progress=progress)
         samples = bench.samples(pairs * (steps + 1) * bench.calls_per_step)
         singles = tuple(sample for sample in samples if sample.rows == 1)
         return LayerReport(
             like,
             path.name,
             bench.calls_per_step,
-            bench.cores,
+            bench.seats.cores,
             times,
             steps,
             Orchestration.of(1, singles),

@@ -1,7 +1,7 @@
 """Two sides that do the same work in turn: what a ratio needs on a machine whose speed changes by the minute.
 
 Each pair is one run of the star and one of the one process, the order changing from pair to pair, with the same
-tokens on both sides. A run's figure is the median of its steps, and the result is the median of the pairs' ratios:
+tokens on both sides, and the two cores change places after every second pair. A run's figure is the median of its steps, and the result is the median of the pairs' ratios:
 a step that another program disturbed counts as one step, whatever it took.
 """
 
@@ -88,10 +88,14 @@ def run_pairs(
     local: Decoder,
     works: Sequence[Work],
     *,
+    seats: Callable[[int], None] = lambda pair: None,
     progress: Progress | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> PairedTimes:
-    """Time one pair per work; the first work goes through both sides once before, untimed."""
+    """Time one pair per work; the first work goes through both sides once before, untimed.
+
+    ``seats`` is called with each pair's number before it (:meth:`orchestrator.bench.machine.Seats.take`).
+    """
     run(star, works[0], now)
     run(local, works[0], now)
     times: tuple[list[float], list[float]] = ([], [])
@@ -99,6 +103,7 @@ def run_pairs(
     for number, work in enumerate(works):
         if progress is not None:
             progress(number, len(works), f"pair {number + 1} of {len(works)}")
+        seats(number)
         sides = [(0, star), (1, local)]
         logits: list[list[FloatArray]] = [[], []]
         for side, decoder in sides if number % 2 == 0 else reversed(sides):

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from orchestrator.bench.delay import delayed
-from orchestrator.bench.machine import load_average, pinned, two_cores
+from orchestrator.bench.machine import Seats, load_average, pinned, two_cores
 from orchestrator.bench.pairs import PairedTimes, Work, run_pairs
 from orchestrator.engine.context import Context
 from orchestrator.engine.identity import engine_identity
@@ -142,7 +142,9 @@ def measure_ring(
             Ring(addresses, local=[own], identity=engine_identity(), model_sha256=file.header_sha256)
         )
         ring = _Ring(client)
-        times = run_pairs(ring, _One(context), _works(model.n_vocab, pairs, steps, seed), progress=progress)
+        works = _works(model.n_vocab, pairs, steps, seed)
+        seats = Seats(cores, stages.pids)
+        times = run_pairs(ring, _One(context), works, seats=seats.take, progress=progress)
     return RingReport(
         model=path.stem,
         layers=bounds,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.bench.machine import pinned, two_cores
+from orchestrator.bench.machine import Seats, pinned, two_cores
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.exchange import LayerSample
 from orchestrator.engine.model import Model
@@ -21,13 +21,13 @@ from orchestrator.workers.local import LocalWorkers
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Both sides, ready; one thread each, on the cores (backbone and one process, workers)."""
+    """Both sides, ready; one thread each, backbone and one process on one core and the workers on the other."""
 
     model: Model
     star: Session
     local: Session
     dispatcher: Dispatcher
-    cores: tuple[int, int]
+    seats: Seats
 
     def samples(self, count: int) -> tuple[LayerSample, ...]:
         """Give the last ``count`` MoE calls."""
@@ -50,7 +50,7 @@ def open_bench(path: Path, *, workers: int, n_ctx: int, mapped: bool = False) ->
         alone = stack.enter_context(open_backbone(path, n_ctx=n_ctx))
         if backbone.dispatcher is None:
             raise EngineError("the backbone was opened without workers")
-        yield Bench(backbone.model, backbone.session, alone.session, backbone.dispatcher, cores)
+        yield Bench(backbone.model, backbone.session, alone.session, backbone.dispatcher, Seats(cores, local_workers.pids))
 
 
 @dataclass(frozen=True, slots=True)
