@@ -82,7 +82,9 @@ def run_dispatch(
             if progress is not None:
                 progress(pairs, pairs, f"{rows} rows at once")
             entries.append(_at(bench, rng, rows))
-        return DispatchReport(path.name, workers, bench.seats.cores, times, steps, tuple(entries), (before, load_average()))
+        return DispatchReport(
+            path.name, workers, bench.seats.cores, times, steps, tuple(entries), (before, load_average())
+        )
 
 
 def _work(bench: Bench, rng: np.random.Generator, steps: int) -> Work:

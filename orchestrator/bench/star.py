@@ -50,7 +50,9 @@ def open_bench(path: Path, *, workers: int, n_ctx: int, mapped: bool = False) ->
         alone = stack.enter_context(open_backbone(path, n_ctx=n_ctx))
         if backbone.dispatcher is None:
             raise EngineError("the backbone was opened without workers")
-        yield Bench(backbone.model, backbone.session, alone.session, backbone.dispatcher, Seats(cores, local_workers.pids))
+        yield Bench(
+            backbone.model, backbone.session, alone.session, backbone.dispatcher, Seats(cores, local_workers.pids)
+        )
 
 
 @dataclass(frozen=True, slots=True)
