@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from bindings.errors import BindingsError
 from bindings.library import (
@@ -21,11 +20,10 @@ from bindings.library import (
     last_log_line,
     load,
 )
+from bindings.memory import FloatArray, copy_bytes
 
 if TYPE_CHECKING:
     from bindings.wire import StarHandle  # which builds on this module
-
-FloatArray = npt.NDArray[np.float32]
 
 _OVERRIDE_INTEGER, _OVERRIDE_STRING = 0, 3  # llama_model_kv_override_type
 _FLASH_ATTENTION = {None: -1, False: 0, True: 1}  # llama_flash_attn_type
@@ -203,6 +201,12 @@ class HookHandle(Handle):
     def was_fed(self) -> bool:
         """Tell whether the last decode used exactly the boundary that it was fed."""
         return bool(load()[1].linkcpp_hook_fed(self.address))
+
+    def left(self) -> bytes:
+        """Copy the boundary of the last decode for the stage behind."""
+        size = ctypes.c_uint64()
+        address = load()[1].linkcpp_hook_left(self.address, ctypes.byref(size))
+        return copy_bytes(address, size.value)
 
     def survey(self) -> None:
         """Make the context that this hook is attached to next find out what its cuts would carry."""

@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast
 
 from bindings.errors import BindingsError
 
-ABI: Final = 2
+ABI: Final = 3
 """LINKCPP_ABI of ``shim/linkcpp.h`` that this layer mirrors."""
 
 MAX_NAME: Final = 64
@@ -63,7 +63,6 @@ class EventStruct(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("n_bytes", ctypes.c_uint64),
     )
 
 
@@ -80,9 +79,36 @@ class CutStruct(ctypes.Structure):
     )
 
 
+class HopSizesStruct(ctypes.Structure):
+    """``struct linkcpp_hop_sizes``."""
+
+    _fields_ = (
+        ("first", ctypes.c_int32),
+        ("last", ctypes.c_int32),
+        ("is_end", ctypes.c_int32),
+        ("n_vocab", ctypes.c_int32),
+        ("n_sequences", ctypes.c_int32),
+        ("n_batch", ctypes.c_int32),
+    )
+
+
+class HopResultStruct(ctypes.Structure):
+    """``struct linkcpp_hop_result``."""
+
+    _fields_ = (
+        ("head", ctypes.c_void_p),
+        ("body", ctypes.c_void_p),
+        ("n_head", ctypes.c_uint64),
+        ("n_body", ctypes.c_uint64),
+        ("n_tokens", ctypes.c_int32),
+        ("n_outputs", ctypes.c_int32),
+        ("spent_us", ctypes.c_uint32),
+        ("status", ctypes.c_int32),
+    )
+
+
 DISPATCH: Final = 1
 COMBINE: Final = 2
-BOUNDARY: Final = 3
 
 Callback = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(EventStruct), ctypes.c_void_p)
 
@@ -98,8 +124,22 @@ _SIGNATURES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     "linkcpp_hook_graph": (ctypes.c_size_t, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)),
     "linkcpp_hook_feed": (None, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)),
     "linkcpp_hook_fed": (ctypes.c_bool, (ctypes.c_void_p,)),
+    "linkcpp_hook_left": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))),
     "linkcpp_hook_survey": (None, (ctypes.c_void_p,)),
     "linkcpp_hook_cuts": (ctypes.c_int32, (ctypes.c_void_p, ctypes.POINTER(CutStruct), ctypes.c_int32)),
+    "linkcpp_hop_new": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
+    "linkcpp_hop_free": (None, (ctypes.c_void_p,)),
+    "linkcpp_hop_step": (
+        ctypes.c_int32,
+        (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_bool,
+            ctypes.c_void_p,
+        ),
+    ),
     "linkcpp_threadpool_new": (ctypes.c_void_p, (ctypes.c_int32, ctypes.c_uint32)),
     "linkcpp_threadpool_free": (None, (ctypes.c_void_p,)),
     "linkcpp_experts_new": (ctypes.c_void_p, (ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool)),
@@ -220,6 +260,8 @@ def abi_check() -> list[str]:
         "layer": ctypes.sizeof(LayerStruct),
         "event": ctypes.sizeof(EventStruct),
         "cut": ctypes.sizeof(CutStruct),
+        "hop_sizes": ctypes.sizeof(HopSizesStruct),
+        "hop_result": ctypes.sizeof(HopResultStruct),
         "context_params": ctypes.sizeof(api.llama_context_params),
         "model_params": ctypes.sizeof(api.llama_model_params),
         "batch": ctypes.sizeof(api.llama_batch),

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+FloatArray = npt.NDArray[np.float32]
+
 _KEPT = 4096
 
 
@@ -36,9 +38,9 @@ class FloatViews(_Views):
     def __init__(self) -> None:
         super().__init__(ctypes.c_float)
 
-    def at(self, address: int | None, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    def at(self, address: int | None, shape: tuple[int, ...]) -> FloatArray:
         """View ``shape`` values at an address."""
-        array: npt.NDArray[np.float32] = self.view(address, shape)
+        array: FloatArray = self.view(address, shape)
         return array
 
 
@@ -54,12 +56,12 @@ class IntegerViews(_Views):
         return array
 
 
-def address_of(array: npt.NDArray[Any]) -> int:
+def address_of(array: npt.NDArray[Any] | memoryview) -> int:
     """Return where a C-contiguous array begins; a third of the time of ``array.ctypes.data``, which is 1 us."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # read-only or empty
-        return int(array.ctypes.data)
+        return int(np.asarray(array).ctypes.data)
 
 
 def copy_bytes(address: int | None, size: int) -> bytes:

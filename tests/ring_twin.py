@@ -22,6 +22,7 @@ from orchestrator.ring.pipeline import Pipeline
 from orchestrator.ring.state import RingFacts
 from orchestrator.ring.steps import Clear, Copy, Keep, KvOperation, Remove, Restore, Shift, TokenBatch
 from orchestrator.types import FloatArray
+from orchestrator.wire.ring_codec import FramedStep
 
 N_VOCAB = 7
 N_LAYER = 12
@@ -59,7 +60,10 @@ class TwinStage:
             self.held = kept
             raise
 
-    def rehearse(self, batch: TokenBatch, boundary: bytes) -> None:
+    def run_frame(self, step: FramedStep, minor: int | None) -> None:
+        return None
+
+    def rehearse(self, step: FramedStep) -> None:
         pass
 
     def _decode(self, batch: TokenBatch, boundary: bytes) -> Output:

@@ -37,7 +37,7 @@ struct linkcpp_hook {
     std::vector<float>   weights;
     std::vector<float>   out;
     std::vector<int32_t> experts;
-    std::vector<char>    leaving;
+    std::vector<char>    leaving;      // what the stage behind needs of this decode
 };
 
 // The hook of a context, found in its parameters; nullptr for an ordinary context.
@@ -46,11 +46,13 @@ linkcpp_hook * linkcpp_hook_of(const llama_cparams & cparams);
 // Cut the finished graph to the layers of this process (nothing to do for a whole model).
 void linkcpp_stage_slice(linkcpp_hook & hook, const llm_graph_context & graph);
 
+constexpr int32_t linkcpp_boundary = 3; // a kind of mark beside those of linkcpp_event_kind
+
 struct linkcpp_mark {
     int32_t kind, layer, call, top_k;
 };
 
-// Collect the boundary at its node and hand it to the callback.
+// Collect the boundary at its node.
 int32_t linkcpp_stage_leave(linkcpp_hook & hook, const ggml_tensor * t, const linkcpp_mark & m);
 
 constexpr int32_t linkcpp_marker    = 0x6c6b6370; // "lkcp"

@@ -6,6 +6,7 @@
 #include "linkcpp.h"
 #include "linkcpp-context.h"
 #include "linkcpp-graph.h"
+#include "linkcpp-hop.h"
 #include "linkcpp-loader.h"
 
 #include "llama-arch.h"
@@ -54,7 +55,7 @@ const int32_t * host_experts(const ggml_tensor * t, std::vector<int32_t> & stagi
 }
 
 int32_t run_callback(linkcpp_hook & hook, ggml_tensor * t, const linkcpp_mark & m) {
-    if (m.kind == LINKCPP_BOUNDARY) {
+    if (m.kind == linkcpp_boundary) {
         return linkcpp_stage_leave(hook, t, m);
     }
     linkcpp_event event = {};
@@ -264,6 +265,8 @@ size_t linkcpp_sizeof(const char * name) {
         { "layer",          sizeof(linkcpp_layer) },
         { "event",          sizeof(linkcpp_event) },
         { "cut",            sizeof(linkcpp_cut) },
+        { "hop_sizes",      sizeof(linkcpp_hop_sizes) },
+        { "hop_result",     sizeof(linkcpp_hop_result) },
         { "context_params", sizeof(llama_context_params) },
         { "model_params",   sizeof(llama_model_params) },
         { "batch",          sizeof(llama_batch) },

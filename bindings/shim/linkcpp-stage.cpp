@@ -170,8 +170,7 @@ void add_boundary(ggml_context * ctx, ggml_cgraph * gf, const tensor_list & leav
         for (size_t i = 0; i < n; ++i) {
             node->src[1 + i] = leaving[first + i];
         }
-        const bool is_last = first + n == leaving.size();
-        linkcpp_set_mark(node, { LINKCPP_BOUNDARY, layer, is_last, (int32_t) n });
+        linkcpp_set_mark(node, { linkcpp_boundary, layer, 0, (int32_t) n });
         ggml_format_name(node, "linkcpp_boundary-%d", layer);
         ggml_build_forward_expand(gf, node);
     }
@@ -264,17 +263,7 @@ int32_t linkcpp_stage_leave(linkcpp_hook & hook, const ggml_tensor * t, const li
         hook.leaving.resize(at + ggml_nbytes(value));
         ggml_backend_tensor_get(value, hook.leaving.data() + at, 0, ggml_nbytes(value));
     }
-    if (!m.call) {
-        return 0; // more boundary nodes follow
-    }
-    linkcpp_event event = {};
-    event.kind    = LINKCPP_BOUNDARY;
-    event.layer   = m.layer;
-    event.out     = (float *) hook.leaving.data();
-    event.n_bytes = hook.leaving.size();
-    const int32_t status = hook.callback(&event, hook.user_data);
-    hook.leaving.clear();
-    return status;
+    return 0;
 }
 
 void linkcpp_hook_feed(linkcpp_hook * hook, const void * boundary, size_t n_bytes) {
@@ -287,6 +276,11 @@ void linkcpp_hook_feed(linkcpp_hook * hook, const void * boundary, size_t n_byte
 
 bool linkcpp_hook_fed(const linkcpp_hook * hook) {
     return !hook->boundary_short && hook->boundary_used == hook->boundary_size;
+}
+
+const void * linkcpp_hook_left(const linkcpp_hook * hook, uint64_t * n_bytes) {
+    *n_bytes = hook->leaving.size();
+    return hook->leaving.data();
 }
 
 void linkcpp_hook_survey(linkcpp_hook * hook) { hook->survey = true; }

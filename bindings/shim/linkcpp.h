@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define LINKCPP_ABI      2
+#define LINKCPP_ABI      3
 #define LINKCPP_MAX_NAME 64
 
 // What an expert tensor is for; the order of linkcpp_layer::tensors.
@@ -48,7 +48,6 @@ struct linkcpp_layer {
 enum linkcpp_event_kind {
     LINKCPP_DISPATCH = 1,        // rows are ready: copy or send them before returning
     LINKCPP_COMBINE  = 2,        // fill `out` before returning
-    LINKCPP_BOUNDARY = 3,        // copy `out`: n_bytes of this micro-batch's boundary
 };
 
 struct linkcpp_event {
@@ -62,7 +61,6 @@ struct linkcpp_event {
     const int32_t * experts;     // [n_tokens, top_k]    (dispatch)
     const float   * weights;     // [n_tokens, top_k]    (dispatch)
     float         * out;         // exact: [n_tokens, top_k, n_embd]; sum: [n_tokens, n_embd]   (combine)
-    uint64_t        n_bytes;     // (boundary)
 };
 
 // Returns 0 to go on; anything else ends llama_decode with status 2 before another node is computed.
@@ -72,7 +70,7 @@ struct linkcpp_hook;             // one per llama_context; must outlive it
 struct linkcpp_experts;          // one per worker process
 
 LLAMA_API int32_t linkcpp_abi(void);
-LLAMA_API size_t  linkcpp_sizeof(const char * name); // "layer", "event", "cut", "context_params", "model_params", "batch"; 0: unknown
+LLAMA_API size_t  linkcpp_sizeof(const char * name); // of a struct: "layer", "context_params", ...; 0: unknown
 
 // --- hook ---
 
@@ -90,6 +88,8 @@ LLAMA_API size_t  linkcpp_hook_graph(const struct linkcpp_hook * hook, char * te
 LLAMA_API void    linkcpp_hook_feed(struct linkcpp_hook * hook, const void * boundary, size_t n_bytes);
 // Whether the last decode used up exactly what was fed.
 LLAMA_API bool    linkcpp_hook_fed(const struct linkcpp_hook * hook);
+// The boundary of the last decode for the stage behind, of all its micro-batches in order; valid until the next feed.
+LLAMA_API const void * linkcpp_hook_left(const struct linkcpp_hook * hook, uint64_t * n_bytes);
 // What a cut in front of layer `cut` would carry, from the last graph of a context that was made with
 // linkcpp_hook_survey: bytes per token; or -1 and the layer whose cache both sides need, or -2: no such mark.
 struct linkcpp_cut {

@@ -1,8 +1,9 @@
 """Two sides that do the same work in turn: what a ratio needs on a machine whose speed changes by the minute.
 
 Each pair is one run of the star and one of the one process, the order changing from pair to pair, with the same
-tokens on both sides, and the two cores change places after every second pair. A run's figure is the median of its steps, and the result is the median of the pairs' ratios:
-a step that another program disturbed counts as one step, whatever it took.
+tokens on both sides, and the two cores change places after every second pair. A run's figure is the median of its
+steps, and the result is the median of the pairs' ratios: a step that another program disturbed counts as one step,
+whatever it took.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import numpy as np
 
-from bindings.handles import ABORTED, ContextHandle, ContextOptions, NativeError
+from bindings.handles import ABORTED, ContextHandle, ContextOptions, HookHandle, NativeError
 from bindings.library import last_log_line
 from orchestrator.dispatch.exchange import RowExchange
 from orchestrator.engine.hook import GraphHook
@@ -133,11 +133,21 @@ class Context:
         rows = [outcome.logits for outcome in outcomes if outcome.logits is not None]
         return Outcome(np.concatenate(rows) if rows else None, b"")
 
-    def rehearse(self, batch: TokenBatch, boundary: bytes = b"") -> None:
-        """Do what :meth:`decode` does before it computes, for the sake of the processor's caches alone."""
-        self._check(batch)
-        for part in batch.split(self.n_batch):
-            self._hand_over(part, boundary)
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is one call of the engine: nobody computes parts of it, and no copies are kept."""
+        return self._exchange is None
+
+    @property
+    def handles(self) -> tuple[ContextHandle, HookHandle | None]:
+        """The engine's own context, and its hook where layers are missing."""
+        return self._context, self._hook.handle if self._hook else None
+
+    def failed(self, status: int, batch: TokenBatch) -> ComputeError:
+        """Remove what a step left that ended with this status of ``llama_decode``; return the error to raise."""
+        error = _explain(status)
+        self._remove(batch)
+        return error
 
     def apply(self, operation: KvOperation) -> bool:
         """Change the caches; False (and nothing changed) where this model's memory cannot do it.
@@ -209,12 +219,15 @@ class Context:
             if self._rollback is not None:
                 self._rollback.undo()
             else:
-                for sequence, start in batch.starts().items():
-                    self._context.remove(sequence, start if start else -1, -1)
+                self._remove(batch)
             raise
         if self._rollback is not None:
             self._rollback.done(batch, boundary)
         return outcomes
+
+    def _remove(self, batch: TokenBatch) -> None:
+        for sequence, start in batch.starts().items():
+            self._context.remove(sequence, start if start else -1, -1)
 
     def _settle(self) -> None:
         """Decode again what a failed step took along with it."""
@@ -244,15 +257,10 @@ class Context:
         failure = self._hook.take_failure() if self._hook else None
         if failure is not None:
             raise failure
-        if status == _NO_SLOT:
-            raise ComputeError("the KV cache has no room for these tokens")
-        if status != 0:
-            cause = "the computation was aborted" if status == ABORTED else f"llama_decode gave {status}"
-            raise ComputeError(f"decode failed: {last_log_line(cause)}")
-        if self._hook is not None and not self._hook.handle.was_fed():
-            raise ComputeError("the boundary from the stage before is not the one that these tokens need")
+        if status != 0 or (self._hook is not None and not self._hook.handle.was_fed()):
+            raise _explain(status)
         if not self.model.has_output:
-            return Outcome(None, self._hook.take_boundary() if self._hook else b"")
+            return Outcome(None, self._hook.handle.left() if self._hook else b"")
         if not batch.n_outputs:
             return Outcome(None, b"")
         # without a memory, and of embeddings, the engine gives every row, whatever was wanted
@@ -266,7 +274,6 @@ class Context:
 
     def _hand_over(self, batch: TokenBatch, boundary: bytes) -> None:
         if self._hook is not None:
-            self._hook.take_boundary()
             self._hook.handle.feed(boundary)
         outputs = batch.outputs if self.model.has_output else 0
         self._context.fill(batch.tokens, batch.positions, batch.sequences, outputs)  # type: ignore[arg-type]
@@ -284,3 +291,13 @@ class Context:
         for cut in cuts:
             self._context.remove(destination, *cut)
         return True
+
+
+def _explain(status: int) -> ComputeError:
+    """Make the error of a step that came to nothing: with status 0 the engine did what it could."""
+    if status == 0:
+        return ComputeError("the boundary from the stage before is not the one that these tokens need")
+    if status == _NO_SLOT:
+        return ComputeError("the KV cache has no room for these tokens")
+    cause = "the computation was aborted" if status == ABORTED else f"llama_decode gave {status}"
+    return ComputeError(f"decode failed: {last_log_line(cause)}")

@@ -1,7 +1,7 @@
 """Between the engine's graph and Python: ctypes events in, arrays out.
 
-A graph stops at a MoE call whose experts are elsewhere (dispatch, combine) and behind the last layer of a stage
-(boundary). The arrays are views of engine memory, valid until the callback returns.
+A graph stops at a MoE call whose experts are elsewhere (dispatch, combine). The arrays are views of engine memory,
+valid until the callback returns.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bindings.handles import HookHandle
-from bindings.library import BOUNDARY, DISPATCH, EventStruct, LayerStruct
-from bindings.memory import FloatViews, IntegerViews, copy_bytes
+from bindings.library import DISPATCH, EventStruct, LayerStruct
+from bindings.memory import FloatViews, IntegerViews
 from orchestrator.dispatch.exchange import RowExchange
 from orchestrator.engine.native import EngineStar
 from orchestrator.errors import ComputeError
@@ -22,13 +22,11 @@ _STOP = 1
 class GraphHook:
     """The callback of one context. An exception inside is kept for the caller and ends the step.
 
-    With an ``exchange`` the experts of every MoE call are its business. Boundaries that leave the stage are
-    collected for :meth:`take_boundary`, one part per micro-batch.
+    With an ``exchange`` the experts of every MoE call are its business.
     """
 
     def __init__(self, exchange: RowExchange | None, contract: Contract) -> None:
         self._exchange = exchange
-        self._boundary: list[bytes] = []
         self._exact = contract is Contract.EXACT
         self._floats = FloatViews()
         self._integers = IntegerViews()
@@ -51,21 +49,12 @@ class GraphHook:
         failure, self._failure = self._failure, None
         return failure
 
-    def take_boundary(self) -> bytes:
-        """Return what left the stage since the last call."""
-        boundary = b"".join(self._boundary)
-        self._boundary.clear()
-        return boundary
-
     def descriptors(self) -> tuple[LayerDescriptor, ...]:
         """Return the layers that the context dispatches, in graph order."""
         return tuple(descriptor_from_struct(layer) for layer in self.handle.layers())
 
     def _on_event(self, event: EventStruct) -> int:
         try:
-            if event.kind == BOUNDARY:
-                self._boundary.append(copy_bytes(event.out, event.n_bytes))
-                return 0
             if self._exchange is None:
                 raise ComputeError("the engine asks for experts, and nobody was named to compute them")
             n_tokens, n_embd, top_k = event.n_tokens, event.n_embd, event.top_k

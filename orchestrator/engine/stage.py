@@ -9,13 +9,16 @@ from types import TracebackType
 
 from orchestrator.dispatch.exchange import RowExchange
 from orchestrator.engine.context import INVARIANT_ROWS, Context, Outcome
+from orchestrator.engine.frames import FrameRunner
 from orchestrator.engine.model import Model
 from orchestrator.engine.survey import survey
 from orchestrator.errors import ComputeError, InputError, LinkcppError
+from orchestrator.ring.hop import FramedRun
 from orchestrator.ring.layout import LayerRange, check_cuts
 from orchestrator.ring.state import RingFacts
 from orchestrator.ring.steps import KvOperation, TokenBatch
 from orchestrator.types import Contract, LayerDescriptor
+from orchestrator.wire.ring_codec import FramedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class StageContext:
         self.n_sequences = context.n_sequences
         self.n_ubatch = context.n_ubatch
         self.n_batch = context.n_batch
+        self._frames = FrameRunner.of(context, self.layers)
 
     @classmethod
     def open(
@@ -132,9 +136,14 @@ class StageContext:
         """Compute one step; on any error the caches are as before."""
         return self.context.decode(batch, boundary)
 
-    def rehearse(self, batch: TokenBatch, boundary: bytes) -> None:
-        """Do what :meth:`decode` does before it computes, for the sake of the processor's caches alone."""
-        self.context.rehearse(batch, boundary)
+    def run_frame(self, step: FramedStep, minor: int | None) -> FramedRun | None:
+        """Compute a step from frame to frame; None (and nothing done) where :meth:`decode` has to."""
+        return None if self._frames is None else self._frames.run(step, minor)
+
+    def rehearse(self, step: FramedStep) -> None:
+        """Do what :meth:`run_frame` does before it computes, for the sake of the processor's caches alone."""
+        if self._frames is not None:
+            self._frames.rehearse(step)
 
     def apply(self, operation: KvOperation) -> bool:
         """Change the caches; False where this model's memory cannot."""

@@ -44,6 +44,7 @@ from orchestrator.transport.patience import LONGEST, Patience
 from orchestrator.transport.unix import connector_of
 from orchestrator.types import Boundary, EngineIdentity
 from orchestrator.wire.messages import Goodbye, Message, Ping, Pong
+from orchestrator.wire.ring_codec import FramedItem, FramedStep
 from orchestrator.wire.ring_messages import (
     Cancel,
     Fault,
@@ -52,10 +53,9 @@ from orchestrator.wire.ring_messages import (
     Outcome,
     Probe,
     Probed,
-    Step,
 )
 
-_TRAVELLERS: Final = (Step, Outcome, Operate)
+_TRAVELLERS: Final = (FramedStep, Outcome, Operate)
 
 _PROBE_SECONDS: Final = 5.0
 """Longest wait for the answers to a probe; less where the timeout is less."""
@@ -116,7 +116,7 @@ class Ring(Driver):
         self._now = now
         self._used: Mapping[str, tuple[LayerRange, ...]] = {}
         self._index_of: dict[int, int] = {}  # where in the ring the range that begins at a layer is
-        self._inbox: deque[Item] = deque()
+        self._inbox: deque[Item | FramedStep] = deque()
         self._last_progress = 0.0
         self._patience = Patience()
         self._probes = 0
@@ -264,9 +264,22 @@ class Ring(Driver):
         for item in items:
             self._pass_on(item)
 
-    def _pass_on(self, item: Item) -> None:
+    def _pass_on(self, item: Item | FramedStep) -> None:
         """Run an item through the gateway's own ranges until it leaves to a stage or has come round."""
         index = self._index_of[item.layer]
+        came_from = self._hops[index - 1]
+        try:
+            if isinstance(item, FramedStep):
+                own = self._hops[index].local if index < len(self._hops) else None
+                passed = item.decode() if own is None else own.run_frame(item, self._minor(index + 1))
+                index += own is not None
+                if isinstance(passed, FramedItem):
+                    self._feed(self._hops[index], passed)
+                    return
+                item = passed
+        except ProtocolError as error:
+            self._break(StageLostError(str(error), stage=came_from.name), came_from.place)
+            return
         while index < len(self._hops):
             if self._state.broken is not None:
                 return
@@ -289,7 +302,12 @@ class Ring(Driver):
                 hop.microseconds += spent
         self._follow(instructions)
 
-    def _feed(self, hop: RingHop, item: Item) -> None:
+    def _minor(self, index: int) -> int | None:
+        """Return in which version of the protocol a range is fed, None where that is not by connection."""
+        feed = self._hops[index].feed if index < len(self._hops) else None
+        return None if feed is None else feed.minor
+
+    def _feed(self, hop: RingHop, item: Item | FramedItem) -> None:
         """Send an item to a stage; while it takes none, read what others send."""
         feed = hop.feed
         if feed is None:
@@ -377,13 +395,13 @@ class Ring(Driver):
             self._break(error, place)
         return True
 
-    def _rehearse(self, step: Step) -> None:
+    def _rehearse(self, step: FramedStep) -> None:
         """Go through what a step of our own layers begins with, while another stage computes."""
         local = next((hop.local for hop in self._hops if hop.layers.first == step.layer), None)
         if local is not None:
             local.rehearse(step)
 
-    def _take(self, place: Place, message: Message) -> None:
+    def _take(self, place: Place, message: Message | FramedStep) -> None:
         if isinstance(message, _TRAVELLERS) and message.layer in self._index_of:
             self._inbox.append(detached(message))
         elif isinstance(message, Fault):

@@ -7,7 +7,7 @@ a step as a step, an outcome or a fault, an operation as an operation, so that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from orchestrator.ring.steps import (
 )
 from orchestrator.types import FloatArray
 from orchestrator.wire.boundary import BoundaryCodec, decode, encode
+from orchestrator.wire.ring_codec import FramedItem, FramedStep
 from orchestrator.wire.ring_messages import Fault, FaultKind, Operate, Outcome, Step
 
 _MOST_MICROSECONDS = 0xFFFFFFFF
@@ -50,6 +51,15 @@ class StageOutput(Protocol):
     @property
     def boundary(self) -> bytes:
         """What crosses the cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class FramedRun:
+    """What :meth:`StageCompute.run_frame` did."""
+
+    item: FramedItem | Outcome
+    n_tokens: int
+    microseconds: int
 
 
 class StageCompute(Protocol):
@@ -78,8 +88,15 @@ class StageCompute(Protocol):
     def decode(self, batch: TokenBatch, boundary: bytes) -> StageOutput:
         """Compute one step; on any error the caches are as before."""
 
-    def rehearse(self, batch: TokenBatch, boundary: bytes) -> None:
-        """Do what :meth:`decode` does before it computes, and nothing that lasts."""
+    def run_frame(self, step: FramedStep, minor: int | None) -> FramedRun | None:
+        """Compute a step from frame to frame; None (and nothing done) where :meth:`decode` has to.
+
+        ``minor`` is the version of the frame to be made; None: it is not to be sent, and only an outcome is of use.
+        On any error the caches are as before.
+        """
+
+    def rehearse(self, step: FramedStep) -> None:
+        """Do what :meth:`run_frame` does before it computes, and nothing that lasts."""
 
     def apply(self, operation: KvOperation) -> bool:
         """Change the caches; False where this model's memory cannot."""
@@ -132,18 +149,13 @@ class Hop:
         self.taken = self.passed = 0
         self.compute.apply(Clear())
 
-    def rehearse(self, step: Step) -> None:
+    def rehearse(self, step: FramedStep) -> None:
         """Do what :meth:`run` does before it computes, for the sake of the processor's caches alone."""
-        with suppress(LinkcppError):  # what was refused is refused again
-            batch = batch_of(step)
-            self._check(batch)
-            self.compute.rehearse(batch, decode(step.codec, step.boundary))
+        self.compute.rehearse(step)
 
     def run(self, item: Item) -> Item:
         """Do what an item asks and return what goes on to the next layers. Raises nothing that the item causes."""
-        if item.sequence <= self.taken:
-            raise InputError(f"item {item.sequence} came behind item {self.taken}")
-        self.taken = item.sequence
+        self._take(item.sequence)
         if type(item) is Step:
             passed = self._step(item)
         elif isinstance(item, Operate):
@@ -154,6 +166,40 @@ class Hop:
             raise InputError(f"an outcome came to {self.layers}, before the last layer")
         self.passed = item.sequence
         return passed
+
+    def run_frame(self, step: FramedStep, minor: int | None) -> Item | FramedItem:
+        """Do what :meth:`run` does, without Python where that is possible.
+
+        ``minor`` is the version of the protocol in which the result is sent, None where it is not. Raises
+        :class:`ProtocolError` where the frame cannot be read.
+        """
+        self._take(step.sequence)
+        passed = self._frame(step, minor) or self._step(step.decode())
+        self.passed = step.sequence
+        return passed
+
+    def _take(self, number: int) -> None:
+        if number <= self.taken:
+            raise InputError(f"item {number} came behind item {self.taken}")
+        self.taken = number
+
+    def _frame(self, step: FramedStep, minor: int | None) -> Item | FramedItem | None:
+        number = step.sequence
+        if number in self._cancelled:
+            return None
+        try:
+            done = self.compute.run_frame(step, minor)
+        except (LinkcppError, MemoryError) as error:
+            return self._fault(number, FaultKind.FAILED, str(error) or "out of memory")
+        if done is None:
+            return None
+        self._count(done.n_tokens, done.microseconds)
+        return done.item
+
+    def _count(self, tokens: int, microseconds: int) -> None:
+        self.steps += 1
+        self.tokens += tokens
+        self.microseconds += microseconds
 
     def _step(self, step: Step) -> Item:
         number = step.sequence
@@ -174,9 +220,7 @@ class Hop:
         except Exception as error:  # a defect must not take the stage from its other steps
             self._on_defect(error)
             return self._fault(number, FaultKind.FAILED, f"defect: {type(error).__name__}: {error}")
-        self.steps += 1
-        self.tokens += len(batch)
-        self.microseconds += spent
+        self._count(len(batch), spent)
         layer, times = self.layers.last, (*step.spent, spent)
         if layer == self.compute.n_layer:
             logits = output.logits

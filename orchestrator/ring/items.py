@@ -24,6 +24,7 @@ from orchestrator.ring.steps import (
 )
 from orchestrator.types import Boundary
 from orchestrator.wire.boundary import BoundaryCodec
+from orchestrator.wire.ring_codec import FramedStep
 from orchestrator.wire.ring_messages import Fault, Operate, Outcome, Step
 
 Item: TypeAlias = Step | Outcome | Operate | Fault
@@ -50,13 +51,12 @@ def step_item(number: int, batch: TokenBatch, boundary: Boundary = Boundary.F32)
     return Step(number, 0, *arrays, (), b"", _CODEC_OF[boundary])
 
 
-def detached(item: Item) -> Item:
+def detached(item: Item | FramedStep) -> Item | FramedStep:
     """Copy what of an item is a view of a connection's buffer, so that it outlives the next read."""
+    if isinstance(item, FramedStep):
+        return FramedStep(item.sequence, memoryview(bytearray(item.frame)))
     if isinstance(item, Outcome):
         return Outcome(item.sequence, item.layer, item.spent, item.logits.copy())
-    if isinstance(item, Step):
-        arrays = (item.tokens.copy(), item.positions.copy(), item.sequences.copy(), item.outputs.copy())
-        return Step(item.sequence, item.layer, *arrays, item.spent, bytes(item.boundary), item.codec)
     return item
 
 

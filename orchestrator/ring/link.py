@@ -15,6 +15,7 @@ from orchestrator.ring.items import Item
 from orchestrator.transport.base import Buffer, Connector, Link, LinkTimeoutError
 from orchestrator.wire.connection import Connection
 from orchestrator.wire.messages import Goodbye, Hello, Message, Ping, Pong, Refuse, Welcome
+from orchestrator.wire.ring_codec import FramedItem, FramedStep
 from orchestrator.wire.ring_messages import (
     Accepted,
     Assign,
@@ -24,7 +25,6 @@ from orchestrator.wire.ring_messages import (
     Probe,
     Route,
     StageWelcome,
-    Step,
 )
 from orchestrator.wire.state import Role
 
@@ -107,14 +107,19 @@ class StageLink:
         if not isinstance(reply, Accepted) or reply.sequence != message.sequence:
             raise self.lost(ProtocolError(f"it answered {message.type.name} with {reply.type.name}"))
 
-    def send(self, item: Item | Ping | Pong | Cancel | Probe) -> None:
+    @property
+    def minor(self) -> int:
+        """The version of the protocol that was agreed."""
+        return self._connection.minor
+
+    def send(self, item: Item | FramedItem | Ping | Pong | Cancel | Probe) -> None:
         """Send and wait without end until the transport took it: whoever gives up closes the link."""
         try:
             self._need().send(self._connection.send(item))
         except FleetError as error:
             raise self.lost(error) from error
 
-    def send_some(self, item: Item | Cancel | Probe | Pong) -> Sequence[Buffer]:
+    def send_some(self, item: Item | FramedItem | Cancel | Probe | Pong) -> Sequence[Buffer]:
         """Send what goes without waiting; the rest, to be given to :meth:`push_rest` before the next send."""
         try:
             return self._need().send_some(self._connection.send(item))
@@ -128,7 +133,7 @@ class StageLink:
         except FleetError as error:
             raise self.lost(error) from error
 
-    def read(self, deadline: float | None, rehearse: Callable[[Step], object] | None = None) -> bool:
+    def read(self, deadline: float | None, rehearse: Callable[[FramedStep], object] | None = None) -> bool:
         """Wait for bytes, once; :meth:`next` has what they complete. False where the deadline passed.
 
         ``rehearse`` may be called before they are due, with the step that came last.
@@ -147,19 +152,19 @@ class StageLink:
             raise self.lost(error) from error
         return True
 
-    def _rehearse(self, rehearse: Callable[[Step], object]) -> None:
-        step = self._connection.rehearse()
+    def _rehearse(self, rehearse: Callable[[FramedStep], object]) -> None:
+        step = self._connection.last_step
         if step is not None:
             rehearse(step)
 
-    def next(self) -> Message | None:
+    def next(self) -> Message | FramedStep | None:
         """Return the next whole message, None while more bytes are needed; arrays hold until the next read."""
         try:
-            return self._connection.next_message()
+            return self._connection.next_framed()
         except FleetError as error:
             raise self.lost(error) from error
 
-    def receive(self, deadline: float) -> Message:
+    def receive(self, deadline: float) -> Message | FramedStep:
         """Wait for the next message; a deadline that passes ends the connection."""
         while (message := self.next()) is None:
             if not self.read(deadline):

@@ -17,11 +17,13 @@ from orchestrator.errors import ProtocolError
 from orchestrator.wire.codec import Buffers, EncodedDispatch, frame_dispatch, pull_message, push_message
 from orchestrator.wire.frame import HEADER_SIZE, MAX_PAYLOAD, PREFIX, Header, check_payload, pull_header
 from orchestrator.wire.messages import SUPPORTED, Message, MessageType, VersionRange, Welcome
-from orchestrator.wire.ring_messages import StageWelcome, Step
+from orchestrator.wire.ring_codec import STEP, FramedItem, FramedStep
+from orchestrator.wire.ring_messages import StageWelcome
 from orchestrator.wire.state import ConnectionState, Role, State
 
 FIRST_CAPACITY: Final = 64 * 1024
 _DISPATCH: Final = MessageType.DISPATCH
+_STEP: Final = MessageType.STEP
 KEPT_CAPACITY: Final = 32 * 1024 * 1024  # a larger buffer is given back once its frame is used up
 
 
@@ -39,7 +41,7 @@ class Connection:
         self._start = 0  # of the frame that is next
         self._end = 0  # of what has arrived
         self._header: Header | None = None  # of the frame that is next, once it is there
-        self._last: tuple[int, int] | None = None  # where the message before is, if a small step that is still there
+        self._last: FramedStep | None = None  # the message before, if a small step that is still there
         self._agreed = False
 
     @property
@@ -59,8 +61,10 @@ class Connection:
 
     # --- sending ---------------------------------------------------------------------------------------------
 
-    def send(self, message: Message) -> Buffers:
+    def send(self, message: Message | FramedItem) -> Buffers:
         """Give the buffers of a message's frame, to be sent in order before the next call.
+
+        A framed item is of the version that was agreed.
 
         Raises:
             ProtocolError: this end may not send it now, or it does not fit into a frame.
@@ -68,7 +72,7 @@ class Connection:
         if not self._agreed and isinstance(message, (Welcome, StageWelcome)):
             self.minor = message.version
             self._agreed = True
-        buffers = push_message(self.minor, message)
+        buffers = message.buffers if isinstance(message, FramedItem) else push_message(self.minor, message)
         size = sum(map(len, buffers))
         if size - HEADER_SIZE > self._max_payload:
             raise ProtocolError(f"a {message.type.name} of {size} bytes is over the limit of {self._max_payload}")
@@ -108,19 +112,14 @@ class Connection:
             self._data = grown
         return self._data[end:]
 
-    def rehearse(self) -> Step | None:
-        """Decode the step that came last once more, for the sake of the processor's caches alone.
+    @property
+    def last_step(self) -> FramedStep | None:
+        """The step that came last, for a rehearsal of the next one.
 
-        None where another message came last, where its bytes are gone, or where it is large: then checking it would
-        take longer than this saves.
+        None where another message came last, where its bytes are gone, or where it is large: then going through it
+        would take longer than this saves.
         """
-        if self._last is None:
-            return None
-        place = self._start, self._end
-        self._start, self._end = self._last
-        message = self.next_message()
-        self._start, self._end = place
-        return message if isinstance(message, Step) else None
+        return self._last
 
     def received(self, count: int) -> None:
         """Take note that so many bytes were written into the buffer; 0 is the end of the stream.
@@ -146,7 +145,12 @@ class Connection:
             rest = rest[count:]
 
     def next_message(self) -> Message | None:
-        """Give the next whole message, or None while more bytes are needed.
+        """Give the next whole message, or None while more bytes are needed; raises what :meth:`next_framed` does."""
+        message = self.next_framed()
+        return message.decode() if isinstance(message, FramedStep) else message
+
+    def next_framed(self) -> Message | FramedStep | None:
+        """Do what :meth:`next_message` does, and leave a step as the frame that it is.
 
         Raises:
             ProtocolError: what came is not the protocol, is damaged, or is not what the peer may send now.
@@ -165,10 +169,14 @@ class Connection:
         check_payload(header, self._data[start : start + PREFIX.size], payload)
         if self._agreed and header.minor != self.minor and header.type != MessageType.REFUSE:
             raise ProtocolError(f"a frame of version {header.major}.{header.minor}, agreed was {self.minor}")
-        message = pull_message(header, payload)
+        message: Message | FramedStep
+        if header.type == _STEP and header.length >= STEP.size:
+            message = FramedStep(header.sequence, self._data[start:end])
+        else:
+            message = pull_message(header, payload)
         self._header = None
         self._start = end
-        self._last = (start, end) if type(message) is Step and header.length <= FIRST_CAPACITY else None
+        self._last = message if isinstance(message, FramedStep) and header.length <= FIRST_CAPACITY else None
         self._state.received(message.type)
         if not self._agreed and isinstance(message, (Welcome, StageWelcome)):
             self._agree(message.version)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from orchestrator.errors import ProtocolError
 from orchestrator.wire.boundary import BoundaryCodec
 from orchestrator.wire.control import TEXT_LIMIT, pull_identity, push_identity
 from orchestrator.wire.fields import Reader, Writer
+from orchestrator.wire.frame import HEADER_SIZE
 from orchestrator.wire.messages import MessageType
 from orchestrator.wire.ring_messages import (
     Accepted,
@@ -39,6 +41,9 @@ from orchestrator.wire.ring_messages import (
 
 STEP: Final = struct.Struct("<IIHBB")  # tokens n, boundary bytes, layer, boundary codec, ranges passed
 OUTCOME: Final = struct.Struct("<IIHBB")  # rows, row length, layer, codec, ranges passed
+
+_LAYER_AT: Final = 8  # in STEP
+_LAYER: Final = struct.Struct("<H")
 
 RAW: Final = 0
 """The only codec of logits: the engine's own bytes."""
@@ -126,6 +131,33 @@ def pull_step(sequence: int, payload: memoryview) -> Step:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FramedStep:
+    """A step that is still a frame, header included, whose checksum was right."""
+
+    type: ClassVar[MessageType] = MessageType.STEP
+    sequence: int
+    frame: memoryview
+
+    @property
+    def layer(self) -> int:
+        """At which layer it goes on."""
+        return int(_LAYER.unpack_from(self.frame, HEADER_SIZE + _LAYER_AT)[0])
+
+    def decode(self) -> Step:
+        """Read it; raises what :func:`pull_step` does."""
+        return pull_step(self.sequence, self.frame[HEADER_SIZE:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FramedItem:
+    """A step or an outcome that is a frame already, in two parts; valid until the next step."""
+
+    type: MessageType
+    sequence: int
+    buffers: list[bytes | memoryview]
+
+
 def push_outcome(message: Outcome) -> list[bytes | memoryview]:
     """Write an outcome as the pieces of its payload; the logits are sent from where they lie."""
     n_rows, length = message.logits.shape
@@ -134,6 +166,13 @@ def push_outcome(message: Outcome) -> list[bytes | memoryview]:
     if not n_rows or not length:
         return [head]
     return [head, np.ascontiguousarray(message.logits, dtype=_F32).data.cast("B")]
+
+
+def spent_of(head: memoryview) -> tuple[int, ...]:
+    """Read the times from the beginning of an outcome's frame."""
+    n_spent = OUTCOME.unpack_from(head, HEADER_SIZE)[4]
+    found: tuple[int, ...] = _spent(n_spent).unpack_from(head, HEADER_SIZE + OUTCOME.size)
+    return found
 
 
 def pull_outcome(sequence: int, payload: memoryview) -> Outcome:

@@ -26,6 +26,7 @@ from orchestrator.ring.profile import StageProfile
 from orchestrator.transport.base import Connector
 from orchestrator.types import RefusalCode
 from orchestrator.wire.messages import SUPPORTED, Hello, Message, Ping, Pong, Refuse
+from orchestrator.wire.ring_codec import FramedItem, FramedStep
 from orchestrator.wire.ring_messages import (
     Accepted,
     Assign,
@@ -39,7 +40,6 @@ from orchestrator.wire.ring_messages import (
     Purpose,
     Route,
     StageWelcome,
-    Step,
 )
 
 CONNECT_SECONDS: Final = 10.0
@@ -59,7 +59,11 @@ class Peer(Protocol):
     def address(self) -> str:
         """Who is there."""
 
-    def send(self, message: Message) -> None:
+    @property
+    def minor(self) -> int:
+        """The version of the protocol that was agreed."""
+
+    def send(self, message: Message | FramedItem) -> None:
         """Send, from any thread; raise a :class:`FleetError` where the connection is gone."""
 
     def close(self) -> None:
@@ -210,7 +214,7 @@ class StageService:
 
     # --- what it does ----------------------------------------------------------------------------------------
 
-    def order(self, message: Message) -> Message | None:
+    def order(self, message: Message | FramedStep) -> Message | None:
         """Do what a gateway orders on its control connection and return the answer, if there is one."""
         if isinstance(message, Cancel):
             for found in self._ranges.values():
@@ -276,7 +280,7 @@ class StageService:
                 self._adopt()
         return Accepted(message.sequence)
 
-    def rehearse(self, layer: int, step: Step) -> None:
+    def rehearse(self, layer: int, step: FramedStep) -> None:
         """Go through what a step begins with, where nothing computes."""
         if self._computing.acquire(blocking=False):
             try:
@@ -286,7 +290,7 @@ class StageService:
             finally:
                 self._computing.release()
 
-    def pass_on(self, peer: Peer, layer: int, item: Item) -> None:
+    def pass_on(self, peer: Peer, layer: int, item: Item | FramedStep) -> None:
         """Run an item of a feed and send on what it became.
 
         Raises:
@@ -301,8 +305,12 @@ class StageService:
         with self._computing:
             if ring.ended:
                 raise ProtocolError("this ring is closed")
+            passed: Item | FramedItem
             try:
-                passed = found.hop.run(item)
+                if isinstance(item, FramedStep):
+                    passed = found.hop.run_frame(item, (found.next or ring.control).minor)
+                else:
+                    passed = found.hop.run(item)
             except InputError as error:
                 raise ProtocolError(str(error)) from error
         if found.next is None:

@@ -18,12 +18,13 @@ from orchestrator.types import RefusalCode
 from orchestrator.wire.connection import Connection
 from orchestrator.wire.handshake import agree_version
 from orchestrator.wire.messages import SUPPORTED, Goodbye, Hello, Message, Ping, Pong, Refuse, VersionRange
-from orchestrator.wire.ring_messages import Attach, Fault, Operate, Purpose, Step
+from orchestrator.wire.ring_codec import FramedItem, FramedStep
+from orchestrator.wire.ring_messages import Attach, Fault, Operate, Purpose
 from orchestrator.wire.state import Role, State
 from orchestrator.workers.server import ServerLimits
 from orchestrator.workers.stage import StageService
 
-_ITEMS: Final = (Step, Operate, Fault)
+_ITEMS: Final = (FramedStep, Operate, Fault)
 
 _SLOWEST_RATE: Final = 32 * 1024
 """Bytes per second below which a peer counts as stuck in the middle of a frame."""
@@ -122,7 +123,12 @@ class _Peer:
         """Who is there."""
         return self._link.address
 
-    def send(self, message: Message) -> None:
+    @property
+    def minor(self) -> int:
+        """The version of the protocol that was agreed."""
+        return self._connection.minor
+
+    def send(self, message: Message | FramedItem) -> None:
         """Send from any thread; waits without end, because whoever gives up a ring closes its connections."""
         with self._sending:
             self._link.send(self._connection.send(message))
@@ -226,7 +232,7 @@ class _Peer:
         service = self._service
 
         def rehearse() -> None:
-            step = self._connection.rehearse()
+            step = self._connection.last_step
             if step is not None:
                 service.rehearse(layer, step)
 
@@ -235,11 +241,11 @@ class _Peer:
                 raise ProtocolError(f"a feed sent {message.type.name}")
             service.pass_on(self, layer, message)
 
-    def _next(self, deadline: float | None, meanwhile: Callable[[], None] | None = None) -> Message:
+    def _next(self, deadline: float | None, meanwhile: Callable[[], None] | None = None) -> Message | FramedStep:
         """Return the next message; ``deadline`` holds until its first byte, then the frame has its own."""
         connection, link = self._connection, self._link
         begun, count, greeted = 0.0, 0, deadline is None
-        while (message := connection.next_message()) is None:
+        while (message := connection.next_framed()) is None:
             try:
                 size = link.receive_into(connection.receive_buffer(), deadline, meanwhile)
             except LinkTimeoutError as error:
