@@ -23,9 +23,9 @@ def symbols() -> tuple[bool, str]:
     """Look for each function that the ctypes layer calls."""
     import llama_cpp
 
-    from bindings import library, wire
+    from bindings import library, nextn, wire
 
-    names = (*library.required_symbols, *wire.required_symbols)
+    names = (*library.required_symbols, *wire.required_symbols, *nextn.required_symbols)
     missing = [name for name in names if not hasattr(llama_cpp.llama_cpp._lib, name)]
     return not missing, f"missing: {', '.join(missing)}" if missing else f"all {len(names)} functions are there"
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _OVERRIDE_INTEGER, _OVERRIDE_STRING = 0, 3  # llama_model_kv_override_type
 _FLASH_ATTENTION = {None: -1, False: 0, True: 1}  # llama_flash_attn_type
 _POOLING_NONE = 0  # llama_pooling_type: an embedding for each token
+_PREDICTION = 1  # llama_context_type: LLAMA_CONTEXT_TYPE_MTP
 _POLL = 1
 """Polling level of the thread pool: about 2 ms of polling, then the threads park (ggml's unit is 131072 pauses)."""
 
@@ -76,7 +77,10 @@ class Handle:
 
 
 class ModelHandle(Handle):
-    """``llama_model``. Raises :class:`NativeError` with the engine's words if the file cannot be used."""
+    """``llama_model``. Raises :class:`NativeError` with the engine's words if the file cannot be used.
+
+    ``only_behind`` loads prediction layers and, of the other layers, those from this one on.
+    """
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class ModelHandle(Handle):
         repack: bool,
         gpu_layers: int,
         progress: Callable[[float], None] | None,
+        only_behind: int | None = None,
     ) -> None:
         super().__init__(None)
         api, _ = load()
@@ -96,6 +101,9 @@ class ModelHandle(Handle):
         settings: list[tuple[bytes, bytes | int]] = [(b"linkcpp.skip", b"experts")] if without_experts else []
         if stage is not None:
             settings += [(b"linkcpp.stage.first", stage[0]), (b"linkcpp.stage.last", stage[1])]
+        if only_behind is not None:
+            params.load_mtp = True
+            settings.append((b"linkcpp.only.behind", only_behind))
         overrides = (api.llama_model_kv_override * (len(settings) + 1))()
         for override, (key, value) in zip(overrides, settings, strict=False):
             override.key = key
@@ -245,6 +253,7 @@ class ContextOptions:
     unified: bool
     flash_attention: bool | None
     embeddings: bool = False  # one row per token instead of its logits
+    prediction: bool = False  # of a model's prediction layers
 
 
 class ContextHandle(Handle):
@@ -266,6 +275,8 @@ class ContextHandle(Handle):
         if options.embeddings:
             params.embeddings = True
             params.pooling_type = _POOLING_NONE
+        if options.prediction:
+            params.ctx_type = _PREDICTION
         if hook is not None:
             shim.linkcpp_hook_attach(hook.address, ctypes.addressof(params))
         forget_log()

@@ -140,6 +140,7 @@ def describe_tensors(metadata: Path) -> tuple[DescribedTensor, ...]:
         try:
             parameters = _api.llama_model_default_params()
             parameters.n_gpu_layers = 0
+            parameters.load_mtp = True
             quiet = _api.llama_progress_callback(lambda _progress, _data: True)
             parameters.progress_callback = quiet
             callback = _api.llama_model_set_tensor_data_t(collect)

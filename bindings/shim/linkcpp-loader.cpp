@@ -5,6 +5,7 @@
 
 #include "../../ggml/src/ggml-backend-impl.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -20,6 +21,7 @@ const char * const key_shapes = "linkcpp.manifest.shapes";
 const char * const key_skip   = "linkcpp.skip";
 const char * const key_first  = "linkcpp.stage.first";
 const char * const key_last   = "linkcpp.stage.last";
+const char * const key_behind = "linkcpp.only.behind";
 
 // `extra` of a loader's meta tensor is unused; this address in it marks a placeholder.
 char mark;
@@ -135,9 +137,10 @@ void linkcpp_placeholders_find(llama_model_loader & loader) {
     const bool skip_experts = skip != loader.kv_overrides.end() && strcmp(skip->second.val_str, "experts") == 0;
     const int64_t first = integer_override(loader, key_first, 0);
     const int64_t last  = integer_override(loader, key_last, INT64_MAX);
+    const int64_t least = std::max(first, integer_override(loader, key_behind, 0));
     for (auto & [name, weight] : loader.weights_map) {
         int layer = -1;
-        const bool elsewhere = sscanf(name.c_str(), "blk.%d.", &layer) == 1 && (layer < first || layer >= last);
+        const bool elsewhere = sscanf(name.c_str(), "blk.%d.", &layer) == 1 && (layer < least || layer >= last);
         if (elsewhere || (skip_experts && is_expert_tensor(name))) {
             weight.tensor->extra = &mark;
         }

@@ -12,7 +12,8 @@ struct llama_model_loader;
 struct llama_hparams;
 
 // Enter the tensors of the file's manifest that the file itself lacks, and mark those the caller wants to skip
-// (model parameter kv_overrides "linkcpp.skip" = "experts", and layers outside the stage).
+// (model parameter kv_overrides "linkcpp.skip" = "experts", layers outside the stage, and with "linkcpp.only.behind"
+// = n the layers before n, for a process that computes prediction layers alone).
 void linkcpp_placeholders_find(llama_model_loader & loader);
 bool linkcpp_placeholders_any(const llama_model_loader & loader);
 bool linkcpp_placeholder_wanted(const llama_model_loader & loader, const std::string & name);

@@ -18,6 +18,7 @@ import numpy as np
 
 from bindings.handles import ABORTED, ContextHandle, ContextOptions, HookHandle, NativeError
 from bindings.library import last_log_line
+from bindings.nextn import HiddenRows
 from orchestrator.dispatch.exchange import RowExchange
 from orchestrator.engine.hook import GraphHook
 from orchestrator.engine.model import Model
@@ -37,11 +38,13 @@ _NO_SLOT = 1  # llama_decode: the KV cache is full
 class Outcome:
     """What a step gave: [n_outputs, n_vocab] logits from the last stage, or the boundary for the next one.
 
-    Of a model that embeds, ``logits`` holds the embeddings of the tokens, [n_outputs, n_embd].
+    Of a model that embeds, ``logits`` holds the embeddings of the tokens, [n_outputs, n_embd]. ``hidden`` is there
+    where :meth:`Context.keep_hidden` asked for it: a row for each token, [n_tokens, n_embd].
     """
 
     logits: FloatArray | None
     boundary: bytes
+    hidden: FloatArray | None = None
 
 
 class Context:
@@ -99,6 +102,7 @@ class Context:
             if self._hook:
                 self._hook.close()
             raise ComputeError(f"{model.path}: {error}") from error
+        self._hidden: HiddenRows | None = None
         self._rollback: Rollback | None = None
         if keeps_copies:
             self._rollback = Rollback(self._context, has_twin=has_twin, spans_steps=not model.has_window)
@@ -131,12 +135,25 @@ class Context:
         if len(outcomes) == 1:
             return outcomes[0]
         rows = [outcome.logits for outcome in outcomes if outcome.logits is not None]
-        return Outcome(np.concatenate(rows) if rows else None, b"")
+        hidden = [outcome.hidden for outcome in outcomes if outcome.hidden is not None]
+        return Outcome(np.concatenate(rows) if rows else None, b"", np.concatenate(hidden) if hidden else None)
+
+    def keep_hidden(self, keep: bool) -> None:
+        """Give out the hidden rows of all tokens with each step from now on, or no longer; logits stay the same.
+
+        They are what the model's prediction layers go on from (:mod:`orchestrator.engine.prediction`). Raises
+        :class:`InputError` for a model without any and for layers that do not hold the output.
+        """
+        if keep and (not self.model.prediction_layers or not self.model.has_output):
+            raise InputError(f"{self.model.path} has no prediction layers, or not here")
+        if keep != (self._hidden is not None):
+            found = HiddenRows(self._context, keep=keep)
+            self._hidden = found if keep else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step is one call of the engine: nobody computes parts of it, and no copies are kept."""
-        return self._exchange is None
+        """Whether a step is one call of the engine and gives logits or a boundary alone."""
+        return self._exchange is None and self._hidden is None
 
     @property
     def handles(self) -> tuple[ContextHandle, HookHandle | None]:
@@ -261,8 +278,9 @@ class Context:
             raise _explain(status)
         if not self.model.has_output:
             return Outcome(None, self._hook.handle.left() if self._hook else b"")
+        hidden = None if self._hidden is None else self._hidden.take(len(batch))
         if not batch.n_outputs:
-            return Outcome(None, b"")
+            return Outcome(None, b"", hidden)
         # without a memory, and of embeddings, the engine gives every row, whatever was wanted
         n = batch.n_outputs if self._context.has_memory and not self.model.embeds else len(batch)
         rows = (
@@ -270,7 +288,7 @@ class Context:
             if self.model.embeds
             else self._context.logits(n, self.model.n_vocab)
         )
-        return Outcome(rows if n == batch.n_outputs else rows[batch.outputs != 0], b"")
+        return Outcome(rows if n == batch.n_outputs else rows[batch.outputs != 0], b"", hidden)
 
     def _hand_over(self, batch: TokenBatch, boundary: bytes) -> None:
         if self._hook is not None:

@@ -41,7 +41,7 @@ class FrameRunner:
 
     def run(self, step: FramedStep, minor: int | None) -> FramedRun | None:
         """Compute a step; None (and nothing done) where it is not plain. On any error the caches are as before."""
-        if minor is None and not self._is_end:
+        if not self._context.is_plain or (minor is None and not self._is_end):
             return None
         hop = self._hop
         try:

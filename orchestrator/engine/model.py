@@ -9,6 +9,7 @@ from types import TracebackType
 
 from bindings.handles import ModelHandle, NativeError
 from bindings.library import EngineUnavailableError, load
+from bindings.nextn import prediction_layers
 from orchestrator.engine.grammar import Grammar, GrammarFactory
 from orchestrator.errors import EngineMissingError, ModelFileError, UnknownArchitectureError
 from orchestrator.models.architectures import RECIPES
@@ -39,6 +40,7 @@ class Model:
         address = handle.address
         self.architecture = self.metadata.get("general.architecture", "")
         self.n_layer = int(api.llama_model_n_layer(address))
+        self.prediction_layers = prediction_layers(handle)
         self.n_embd = int(api.llama_model_n_embd(address))
         self.n_ctx_train = int(api.llama_model_n_ctx_train(address))
         self.n_vocab = int(api.llama_vocab_n_tokens(handle.vocab))
@@ -65,10 +67,13 @@ class Model:
         repack: bool = False,
         gpu_layers: int = -1,
         progress: Callable[[float], None] | None = None,
+        only_behind: int | None = None,
     ) -> Model:
         """Load a GGUF; with ``without_experts`` its expert tensors take no memory and are not read.
 
-        ``stage`` (first, last) holds only the layers first to last - 1 of it.
+        ``stage`` (first, last) holds only the layers first to last - 1 of it. ``only_behind`` loads the prediction
+        layers, which nothing else does, and none of the layers before this one: a model for
+        :class:`orchestrator.engine.prediction.PredictionContext` alone.
 
         Raises :class:`ModelFileError` or :class:`UnknownArchitectureError` with the engine's words.
         """
@@ -82,6 +87,7 @@ class Model:
                 repack=repack,
                 gpu_layers=gpu_layers,
                 progress=progress,
+                only_behind=only_behind,
             )
         except NativeError as error:
             unknown = _UNKNOWN.search(str(error))

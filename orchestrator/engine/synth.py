@@ -42,6 +42,7 @@ MATRIX_WEIGHT: Final = re.compile(
 
 _FFN_EXPERTS: Final = re.compile(r"^blk\.(\d+)\.(ffn_gate_inp\b|ffn_\w+_(exps|shexp)\b|exp_probs_b\b)")
 _FFN_DENSE: Final = re.compile(r"^blk\.(\d+)\.ffn_(up|gate|down)\.")
+_BLOCK: Final = re.compile(r"^blk\.(\d+)\.")
 _FUSED: Final = "ffn_gate_up_exps.weight"
 
 
@@ -94,6 +95,9 @@ def synth(
     model = None if like is None else _faithful(like, architecture)
     recipe = _recipe(architecture)
     start = recipe.dimensions if model is None else model.dimensions
+    predicted = {**(sizes or {}), **overrides}.get("n_predict", 0)
+    if not 0 <= predicted <= recipe.predicts:
+        raise InputError(f"the engine computes at most {recipe.predicts} prediction layers of {architecture}")
     keep_scales = model is None if scales is None else scales
     order = _Order(
         architecture, recipe, _sized(start, {**(sizes or {}), **overrides}), model, seed, fused, keep_scales
@@ -168,7 +172,7 @@ def _typed(order: _Order) -> list[PlannedTensor]:
     block = bytes(kind.block_bytes)
     names = [
         f"blk.{layer}.ffn_{part}_exps.weight"
-        for layer in range(order.dimensions.n_layer)
+        for layer in range(order.dimensions.n_layer + order.dimensions.n_predict)
         for part in ("gate", "up", "down", "gate_up")
     ]
     return [PlannedTensor(name, kind, (kind.block_size,), lambda: [block]) for name in names]
@@ -200,7 +204,9 @@ def _wanted(shapes: Sequence[_Shape], order: _Order) -> Iterator[_Shape]:
             experts, dense = _FFN_EXPERTS.match(shape.name), _FFN_DENSE.match(shape.name)
             if (experts and int(experts[1]) < n_lead) or (dense and int(dense[1]) >= n_lead):
                 continue
-        if not order.scales and shape.name.endswith((".scale", ".input_scale")):
+        # of prediction layers the engine looks for scales only where it loads the layers, and counts what it skips
+        scaled = order.scales and not (order.dimensions.n_predict and _block(shape.name) >= order.dimensions.n_layer)
+        if not scaled and shape.name.endswith((".scale", ".input_scale")):
             continue
         if not order.fused and shape.name.endswith(_FUSED):
             row, width, *rest = shape.shape
@@ -209,6 +215,11 @@ def _wanted(shapes: Sequence[_Shape], order: _Order) -> Iterator[_Shape]:
                 yield _Shape(name, (row, width // 2, *rest))
             continue
         yield shape
+
+
+def _block(name: str) -> int:
+    found = _BLOCK.match(name)
+    return int(found[1]) if found else -1
 
 
 def _plan(shape: _Shape, order: _Order) -> PlannedTensor:

@@ -43,6 +43,7 @@ from orchestrator.models.hyperparameters import (
 
 _SMALL: Final = Dimensions()
 _FOUR: Final = Dimensions(n_layer=8, period=4)
+_MANY: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Recipe:
     ``source`` is the file of the engine whose graph calls ``build_moe_ffn``; ``keys`` maps dimensions to
     hyperparameters. ``either_ffn`` says that the loader takes dense and expert tensors as optional in each
     layer, so those of the other kind are left out. ``bidirectional`` marks models that attend to later tokens
-    as well, ``embeds`` those that answer with an embedding of each token instead of logits.
+    as well, ``embeds`` those that answer with an embedding of each token instead of logits. ``predicts`` is the
+    most prediction layers (MTP) that the engine's graph computes: with several, each guesses one token further.
     """
 
     source: str
@@ -61,6 +63,7 @@ class Recipe:
     either_ffn: bool = False
     bidirectional: bool = False
     embeds: bool = False
+    predicts: int = 0
 
 
 def _nemotron(d: Dimensions) -> Keys:
@@ -97,6 +100,7 @@ _RECIPES: dict[str, Recipe] = {
         "qwen35moe.cpp",
         lambda d: merge(base(d), routed(d), shared_width(d), delta_net(d), rope_sections(d)),
         _FOUR,
+        predicts=1,
     ),
     "qwen4exp": Recipe(
         "qwen4exp.cpp",
@@ -127,6 +131,7 @@ _RECIPES: dict[str, Recipe] = {
             lead(d),
             {"expert_group_count": 4, "expert_group_used_count": 2},
         ),
+        predicts=1,
     ),
     "deepseek2-ocr": Recipe(
         "deepseek2.cpp",
@@ -182,6 +187,7 @@ _RECIPES: dict[str, Recipe] = {
     "glm4moe": Recipe(
         "glm4-moe.cpp",
         lambda d: merge(base(d), routed(d, gate=SIGMOID, norm=True, scale=2.5), shared(d), lead(d)),
+        predicts=1,
     ),
     "glm-dsa": Recipe(
         "glm-dsa.cpp",
@@ -289,6 +295,7 @@ _RECIPES: dict[str, Recipe] = {
         ),
         _FOUR,
         either_ffn=True,
+        predicts=_MANY,
     ),
     "afmoe": Recipe(
         "afmoe.cpp",

@@ -39,7 +39,8 @@ class Dimensions:
     ``n_ff_exp`` a routed expert's, ``n_ff_shexp`` the shared expert's where the two are separate keys;
     ``n_lead`` the dense layers before the first with experts; ``window`` the sliding window; ``period`` the
     length of the attention pattern in layers; ``kv_rank`` and ``q_rank`` the latent widths; ``latent`` the row
-    length of routed experts where an architecture has one of their own.
+    length of routed experts where an architecture has one of their own; ``n_predict`` the prediction layers (MTP)
+    behind the ``n_layer`` others.
     """
 
     n_layer: int = 4
@@ -61,6 +62,7 @@ class Dimensions:
     kv_rank: int = 32
     q_rank: int = 48
     latent: int = 32
+    n_predict: int = 0
 
     @property
     def head_length(self) -> int:
@@ -68,8 +70,8 @@ class Dimensions:
         return self.head or self.n_embd // self.n_head
 
     def per_layer(self, value: Callable[[int], int]) -> tuple[int, ...]:
-        """One value for each layer."""
-        return tuple(value(layer) for layer in range(self.n_layer))
+        """One value for each layer, prediction layers included."""
+        return tuple(value(layer) for layer in range(self.n_layer + self.n_predict))
 
     def closes_period(self, layer: int) -> bool:
         """Tell whether a layer is the last of its period: there patterns put the full attention."""
@@ -90,7 +92,7 @@ def base(d: Dimensions) -> Keys:
         "vocab_size": d.n_vocab,
         "context_length": d.n_ctx,
         "embedding_length": d.n_embd,
-        "block_count": d.n_layer,
+        "block_count": d.n_layer + d.n_predict,
         "feed_forward_length": d.n_ff,
         "attention.head_count": d.n_head,
         "attention.head_count_kv": d.n_head_kv,
@@ -98,6 +100,8 @@ def base(d: Dimensions) -> Keys:
         "expert_count": d.n_expert,
         "expert_used_count": d.top_k,
     }
+    if d.n_predict:
+        keys["nextn_predict_layers"] = d.n_predict
     if d.head:
         keys |= {"attention.key_length": d.head, "attention.value_length": d.head, "rope.dimension_count": d.head}
     return keys
