@@ -8,8 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from bindings.handles import ContextHandle, ContextOptions, FloatArray, ModelHandle, NativeError
+from bindings.handles import ContextHandle, ContextOptions, ModelHandle, NativeError
 from bindings.library import REBUILD_HINT, EngineUnavailableError, Shim, load
+from bindings.memory import FloatArray
 
 _P: Final = ctypes.c_void_p
 _FIXED: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
