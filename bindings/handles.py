@@ -32,9 +32,6 @@ _PREDICTION = 1  # llama_context_type: LLAMA_CONTEXT_TYPE_MTP
 _POLL = 1
 """Polling level of the thread pool: about 2 ms of polling, then the threads park (ggml's unit is 131072 pauses)."""
 
-_MEMORY_UPDATE = "_ZN13llama_context13memory_updateEb"
-"""llama_context::memory_update(bool optimize): exported, but in no header."""
-
 ABORTED = 2
 """llama_decode's status when the hook refused to go on."""
 
@@ -380,9 +377,7 @@ class ContextHandle(Handle):
         """Carry out copies and shifts, which the engine leaves for the next decode and a state would miss."""
         if not self._is_behind:
             return
-        update = getattr(load()[0]._lib, _MEMORY_UPDATE)
-        update.restype, update.argtypes = ctypes.c_bool, (ctypes.c_void_p, ctypes.c_bool)
-        update(self.address, False)
+        load()[1].linkcpp_catch_up(self.address)
         self._is_behind = False
 
     def save(self, sequence: int, *, recurrent_only: bool = False) -> bytes:

@@ -127,6 +127,7 @@ _SIGNATURES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     "linkcpp_hook_left": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64))),
     "linkcpp_hook_survey": (None, (ctypes.c_void_p,)),
     "linkcpp_hook_cuts": (ctypes.c_int32, (ctypes.c_void_p, ctypes.POINTER(CutStruct), ctypes.c_int32)),
+    "linkcpp_catch_up": (None, (ctypes.c_void_p,)),
     "linkcpp_hop_new": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
     "linkcpp_hop_free": (None, (ctypes.c_void_p,)),
     "linkcpp_hop_step": (

@@ -10,6 +10,7 @@
 #include "linkcpp-loader.h"
 
 #include "llama-arch.h"
+#include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-model.h"
 
@@ -306,6 +307,8 @@ size_t linkcpp_hook_graph(const linkcpp_hook * hook, char * text, size_t capacit
     snprintf(text, capacity, "%s", names.c_str());
     return names.size();
 }
+
+void linkcpp_catch_up(llama_context * context) { context->memory_update(false); }
 
 ggml_threadpool * linkcpp_threadpool_new(int32_t n_threads, uint32_t poll) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU));

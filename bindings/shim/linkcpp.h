@@ -103,6 +103,9 @@ struct linkcpp_cut {
 LLAMA_API void    linkcpp_hook_survey(struct linkcpp_hook * hook);
 LLAMA_API int32_t linkcpp_hook_cuts(const struct linkcpp_hook * hook, struct linkcpp_cut * cuts, int32_t capacity);
 
+// Carry out the copies and shifts of sequences that the engine leaves for the next decode.
+LLAMA_API void    linkcpp_catch_up(struct llama_context * context);
+
 // A ggml thread pool that polls briefly and then parks, attached to the context for decode and prefill.
 LLAMA_API struct ggml_threadpool * linkcpp_threadpool_new(int32_t n_threads, uint32_t poll);
 LLAMA_API void    linkcpp_threadpool_free(struct ggml_threadpool * pool);
