@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from bindings.handles import ContextHandle, HookHandle
 from bindings.library import HopResultStruct, HopSizesStruct, load
-from bindings.memory import FloatArray, FloatViews, address_of
+from bindings.memory import ByteViews, FloatArray, FloatViews, address_of
 
 _DONE, _YOURS, _FAILED = range(3)  # linkcpp_hop_status
+_NOTHING: Final = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class HopHandle:
         _, self._shim = load()
         self._owners = context, hook  # are to outlive this
         self._n_vocab = sizes.n_vocab
-        self._views = FloatViews()
+        self._views, self._bytes = FloatViews(), ByteViews()
         self._result = HopResultStruct()
         self._where = ctypes.addressof(self._result)
         struct = HopSizesStruct(
@@ -73,11 +75,11 @@ class HopHandle:
 
     def head(self, result: HopResultStruct) -> memoryview:
         """Give the frame that a step became, without boundary or logits."""
-        return _view(result.head, result.n_head)
+        return self._view(result.head, result.n_head)
 
     def buffers(self, result: HopResultStruct) -> list[bytes | memoryview]:
         """Give the frame that a step became, in two parts."""
-        return [self.head(result), _view(result.body, result.n_body)]
+        return [self.head(result), self._view(result.body, result.n_body)]
 
     def logits(self, result: HopResultStruct) -> FloatArray:
         """Copy the logits of a step, [n_outputs, n_vocab]."""
@@ -85,12 +87,11 @@ class HopHandle:
             return np.empty((0, self._n_vocab), np.float32)
         return self._views.at(result.body, (result.n_outputs, self._n_vocab)).copy()
 
+    def _view(self, address: int | None, size: int) -> memoryview:
+        if not size:
+            return _NOTHING
+        return self._bytes.at(address, size)
+
     def _call(self, frame: memoryview, minor: int, *, rehearse: bool) -> int:
         address = address_of(frame)
         return int(self._shim.linkcpp_hop_step(self._address, address, len(frame), minor, rehearse, self._where))
-
-
-def _view(address: int | None, size: int) -> memoryview:
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(address or 0)).cast("B")

@@ -56,6 +56,18 @@ class IntegerViews(_Views):
         return array
 
 
+class ByteViews(_Views):
+    """Views of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(ctypes.c_ubyte)
+
+    def at(self, address: int | None, size: int) -> memoryview:
+        """View ``size`` bytes at an address."""
+        found: memoryview = self.view(address, (size,)).data
+        return found
+
+
 def address_of(array: npt.NDArray[Any] | memoryview) -> int:
     """Return where a C-contiguous array begins; a third of the time of ``array.ctypes.data``, which is 1 us."""
     try:

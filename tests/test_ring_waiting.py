@@ -80,22 +80,22 @@ def step(number: int, size: int = 64) -> Step:
     return Step(number, 2, batch.tokens, batch.positions, batch.sequences, batch.outputs, (5,), bytes(size))
 
 
-def test_the_last_step_is_there_until_new_bytes_come() -> None:
+def test_the_last_step_can_be_taken_again_until_new_bytes_come() -> None:
     sender, receiver = connected()
-    assert receiver.last_step is None
+    assert receiver.rehearse() is None
     receive(receiver, frame(sender, step(1)))
     receiver.receive_buffer()
     for _ in range(2):
         assert_same(last_step(receiver), step(1))
     data = frame(sender, step(2))
     assert receive(receiver, data[:30]) is None
-    assert receiver.last_step is None
+    assert receiver.rehearse() is None
     assert_same(receive(receiver, data[30:]), step(2))
     assert_same(last_step(receiver), step(2))
 
 
 def last_step(receiver: Connection) -> Step:
-    found = receiver.last_step
+    found = receiver.rehearse()
     assert found is not None
     return found.decode()
 
@@ -106,7 +106,7 @@ def test_large_steps_and_other_messages_are_not_rehearsed(last: Message) -> None
     data = frame(sender, last)
     for start in range(0, len(data), 4096):
         receive(receiver, data[start : start + 4096])
-    assert receiver.last_step is None
+    assert receiver.rehearse() is None
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])

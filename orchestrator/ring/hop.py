@@ -7,8 +7,7 @@ a step as a step, an outcome or a fault, an operation as an operation, so that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,8 +52,7 @@ class StageOutput(Protocol):
         """What crosses the cut."""
 
 
-@dataclass(frozen=True, slots=True)
-class FramedRun:
+class FramedRun(NamedTuple):
     """What :meth:`StageCompute.run_frame` did."""
 
     item: FramedItem | Outcome

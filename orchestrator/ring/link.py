@@ -153,7 +153,7 @@ class StageLink:
         return True
 
     def _rehearse(self, rehearse: Callable[[FramedStep], object]) -> None:
-        step = self._connection.last_step
+        step = self._connection.rehearse()
         if step is not None:
             rehearse(step)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -131,13 +130,13 @@ def pull_step(sequence: int, payload: memoryview) -> Step:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FramedStep:
+class FramedStep(NamedTuple):
     """A step that is still a frame, header included, whose checksum was right."""
 
-    type: ClassVar[MessageType] = MessageType.STEP
     sequence: int
     frame: memoryview
+
+    type = MessageType.STEP
 
     @property
     def layer(self) -> int:
@@ -149,8 +148,7 @@ class FramedStep:
         return pull_step(self.sequence, self.frame[HEADER_SIZE:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FramedItem:
+class FramedItem(NamedTuple):
     """A step or an outcome that is a frame already, in two parts; valid until the next step."""
 
     type: MessageType

@@ -232,7 +232,7 @@ class _Peer:
         service = self._service
 
         def rehearse() -> None:
-            step = self._connection.last_step
+            step = self._connection.rehearse()
             if step is not None:
                 service.rehearse(layer, step)
 
