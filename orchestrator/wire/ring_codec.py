@@ -136,7 +136,10 @@ class FramedStep(NamedTuple):
     sequence: int
     frame: memoryview
 
-    type = MessageType.STEP
+    @property
+    def type(self) -> MessageType:
+        """What kind of message it is."""
+        return MessageType.STEP
 
     @property
     def layer(self) -> int:
