@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -236,6 +237,37 @@ def test_a_machine_without_the_memory_starts_nothing(synthetic: Callable[[str], 
     processes.check_memory(10**12)
     with pytest.raises(PlanError, match=r"it has 300 MB"):
         processes.check_memory(300_000_000)
+
+
+def test_a_stage_whose_experts_workers_hold_needs_no_room_for_them(
+    synthetic: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The experts count once: at the worker, as `linkcpp stage --worker` counts them itself."""
+    path = synthetic("step35")
+    stages = entries((0, 4, 8))
+
+    def needed(*workers: WorkerEntry) -> int:
+        processes = DeployedProcesses(Deployment(model=str(path), stages=stages, workers=workers), path)
+        low, high = 0, 1 << 40
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                processes.check_memory(middle)
+                high = middle
+            except PlanError:
+                low = middle + 1
+        return low
+
+    def worker(stage: str) -> WorkerEntry:
+        return WorkerEntry("experts", experts="0", layers="7", address="127.0.0.1:0", stage=stage)
+
+    file = GgufFile.open(path)
+    experts = [
+        info.n_bytes
+        for name, info in file.manifest.items()
+        if re.match(r"blk\.[4-7]\.ffn_.*_exps\.(weight|scale)", name)
+    ]
+    assert needed(worker("")) - needed(worker(stages[1].name)) == sum(experts) > 0
 
 
 def test_memory_is_what_the_narrowest_limit_leaves(tmp_path: Path) -> None:

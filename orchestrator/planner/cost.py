@@ -47,10 +47,11 @@ class Measures:
         end = any(last == self.facts.n_layer for _, last in ranges)
         return self.process + len(ranges) * self.facts.scratch + (self.facts.output_scratch if end else 0)
 
-    def memory_of(self, ranges: Sequence[tuple[int, int]]) -> int:
-        """What a process takes that holds these ranges with their experts: weights, caches and the rest."""
+    def memory_of(self, ranges: Sequence[tuple[int, int]], *, experts: bool = True) -> int:
+        """What a process takes that holds these ranges: weights, caches and the rest; ``experts``: theirs too."""
         held = sum(self.weights_of(*span) + self.cache_of(*span) for span in ranges)
-        return held + self.overhead_of(ranges)
+        elsewhere = sum(layer.expert_weights for span in ranges for layer in self.facts.layers[slice(*span)])
+        return held + self.overhead_of(ranges) - (0 if experts else elsewhere)
 
     def cost_of(self, first: int, last: int) -> int:
         """Bytes that one token reads of these layers, with its cache half full."""

@@ -105,7 +105,7 @@ class DeployedProcesses:
         file = GgufFile.open(self._model)
         load = load_of(self._deployment.context, self._deployment.sequences)
         measures = Measures.of(file_facts(file, load), load, PROCESS_BYTES)
-        needs = {entry.name: _memory(entry, measures, file) for entry, _ in self._entries()}
+        needs = {entry.name: self._memory(entry, measures, file) for entry, _ in self._entries()}
         total = sum(needs.values())
         if total > available:
             parts = ", ".join(f"{name} {size_text(need)}" for name, need in needs.items())
@@ -114,6 +114,13 @@ class DeployedProcesses:
                 f"{size_text(available)}: {size_text(total - available)} are missing",
                 hint="plan with the memory that each machine has (--node NAME=HOST:MEMORY), or add --overcommit",
             )
+
+    def _memory(self, entry: StageEntry | WorkerEntry, measures: Measures, file: GgufFile) -> int:
+        """Return what a process will take in bytes."""
+        if isinstance(entry, WorkerEntry):
+            return PROCESS_BYTES + owned_bytes(file, choose_ownership(file, entry.layers, entry.experts))
+        spans = [span for span in entry.layers if span[1] <= measures.facts.n_layer]
+        return measures.memory_of(spans, experts=not self._deployment.workers_of(entry.name))
 
     @property
     def running(self) -> tuple[Running, ...]:
@@ -233,13 +240,6 @@ class DeployedProcesses:
                 time.sleep(_TRY_SECONDS / 2)
             else:
                 return worker.address
-
-
-def _memory(entry: StageEntry | WorkerEntry, measures: Measures, file: GgufFile) -> int:
-    """Return what a process will take in bytes."""
-    if isinstance(entry, StageEntry):
-        return measures.memory_of([span for span in entry.layers if span[1] <= measures.facts.n_layer])
-    return PROCESS_BYTES + owned_bytes(file, choose_ownership(file, entry.layers, entry.experts))
 
 
 def _holds(entry: StageEntry | WorkerEntry) -> str:

@@ -191,6 +191,4 @@ class StageLayers:
     def _bytes(self, measures: Measures, ranges: Sequence[LayerRange]) -> int:
         """Return what a process with these ranges takes, itself included; experts only where it computes them."""
         spans = [(found.first, found.last) for found in ranges]
-        remote = spans if self._options.workers else []
-        elsewhere = sum(layer.expert_weights for span in remote for layer in measures.facts.layers[slice(*span)])
-        return measures.memory_of(spans) - elsewhere
+        return measures.memory_of(spans, experts=not self._options.workers)
