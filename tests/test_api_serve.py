@@ -104,6 +104,25 @@ def test_a_worker_killed_in_the_middle_of_an_answer(model, alone):
         assert server.stop() == 0
 
 
+def test_a_local_worker_of_the_server_that_ends_is_started_again(model, alone):
+    """`serve --workers`: the address stays, the next answer is right, and the end leaves no process behind."""
+    with running(model, "--workers", 2, "--unverified") as server:
+        assert choice(server) == alone
+        before = {worker["name"]: worker["pid"] for worker in get(server.url, "/status")[1]["workers"]}
+        os.kill(before["local-1"], signal.SIGKILL)
+        wait_until(lambda: "local-1 runs again" in server.stderr())
+        wait_until(lambda: get(server.url, "/health")[0] == 200)
+        assert choice(server) == alone
+        after = {worker["name"]: worker["pid"] for worker in get(server.url, "/status")[1]["workers"]}
+        assert after["local-2"] == before["local-2"]
+        assert after["local-1"] != before["local-1"]
+        assert "local-1 ended with signal 9" in server.stderr()
+        assert server.stop() == 0
+    for pid in after.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 def test_a_worker_killed_while_nothing_runs_shows_in_the_readiness(model, alone):
     with (
         LocalWorkers(model, 2) as workers,

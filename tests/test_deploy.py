@@ -144,7 +144,7 @@ def test_a_stage_that_dies_is_started_again_at_its_address(
 ) -> None:
     path = synthetic("llama")
     tokens, expected = oracle(path)
-    monkeypatch.setattr("orchestrator.workers.deployment.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("orchestrator.workers.child.RESTART_SECONDS", 0.0)
     plan = Deployment(model=str(path), context=256, stages=entries((0, 2, 4)))
     said: list[str] = []
     with DeployedProcesses(plan, path, threads=1) as processes:

@@ -363,7 +363,7 @@ def test_a_stage_with_room_takes_the_layers_of_a_killed_one_and_another_says_wha
     synthetic: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three losses: one that a stage makes up for, one that none can, and the request after the stage is back."""
-    monkeypatch.setattr("orchestrator.workers.deployment.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("orchestrator.workers.child.RESTART_SECONDS", 0.0)
     path = synthetic("llama")
     first, second = stages((0, 2, 4))
     plan = Deployment(
@@ -396,7 +396,7 @@ def test_a_stage_with_room_takes_the_layers_of_a_killed_one_and_another_says_wha
 def test_without_a_spare_the_answer_waits_until_the_stage_is_started_again(
     synthetic: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.deployment.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("orchestrator.workers.child.RESTART_SECONDS", 0.0)
     path = synthetic("llama")
     plan = Deployment(model=str(path), context=256, stages=stages((0, 2, 4)))
     said: list[str] = []

@@ -158,9 +158,7 @@ def _ours(path: Path, slots: int, threads: int, *options: str) -> Iterator[str]:
     child = ChildProcess("serve")
     sizes = ["--slots", str(slots), "--ctx", str(_CONTEXT), "--threads", str(threads)]
     try:
-        child.start(
-            ["serve", str(path), "--unverified", "--listen", "127.0.0.1:0", *sizes, "--speculate", "off", *options]
-        )
+        child.start(["serve", str(path), "--unverified", *sizes, "--speculate", "off", *options], "127.0.0.1:0")
         child.wait_ready(time.monotonic() + _START_SECONDS, _START_SECONDS)
         yield f"http://{child.address}"
     finally:

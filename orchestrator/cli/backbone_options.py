@@ -190,7 +190,9 @@ def start_workers(terminal: Terminal, stack: ExitStack, path: Path, options: Bac
     from orchestrator.workers.local import LocalWorkers
 
     with terminal.progress("workers"):
-        return tuple(stack.enter_context(LocalWorkers(path, options.local_workers)).addresses)
+        workers = stack.enter_context(LocalWorkers(path, options.local_workers))
+    workers.keep(terminal.error)
+    return workers.addresses
 
 
 def open_model(

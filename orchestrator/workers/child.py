@@ -13,20 +13,25 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from orchestrator.errors import WorkerLostError
+from orchestrator.errors import LinkcppError, WorkerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PACKAGE_PARENT: Final = Path(__file__).resolve().parents[2]
 _TAIL_LINES: Final = 12
+RESTART_SECONDS: Final = 5.0
+"""A process that ended is started again, but not sooner than so long after its last start."""
+
+_LOOK_SECONDS: Final = 0.5  # how often it is looked after
 _STOP_SECONDS: Final = 8.0  # a little more than a worker gives itself to drain
 
 
@@ -42,6 +47,9 @@ class ChildProcess:
         self._core = core
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
         self._process: subprocess.Popen[bytes] | None = None
+        self._arguments: list[str] = []
+        self._started = 0.0
+        self._is_missed = False  # it ended, and that was said
 
     @property
     def pid(self) -> int | None:
@@ -53,11 +61,13 @@ class ChildProcess:
         """How it ended (negative: the signal), None while it runs or before it was started."""
         return None if self._process is None else self._process.poll()
 
-    def start(self, arguments: Sequence[str]) -> None:
-        """Start ``linkcpp ARGUMENTS --json --until-stdin-ends``; raise :class:`WorkerLostError` if that cannot be."""
+    def start(self, arguments: Sequence[str], listen: str) -> None:
+        """Start ``linkcpp ARGUMENTS`` at an address; raise :class:`WorkerLostError` if that cannot be."""
         self._errors.seek(0)
         self._errors.truncate()
-        command = [sys.executable, "-m", "orchestrator", *arguments, "--json", "--until-stdin-ends"]
+        self._arguments, self._started = list(arguments), time.monotonic()
+        own = ["--listen", listen, "--json", "--until-stdin-ends"]
+        command = [sys.executable, "-m", "orchestrator", *arguments, *own]
         # The child imports this very package, wherever the parent was started and whether or not it is installed.
         paths = [str(_PACKAGE_PARENT), *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
@@ -107,6 +117,30 @@ class ChildProcess:
         except (ValueError, KeyError, TypeError) as error:
             raise WorkerLostError(f"said {line[:200]!r} instead of being ready", worker=self.name) from error
 
+    def tend(self, say: Callable[[str], None], timeout: float) -> None:
+        """Where it has ended, say so and start it again at its address. Never raises for what the process does."""
+        code = self.exit_code
+        if code is None:
+            return
+        if not self._is_missed:
+            say(f"{self.name} ended with {_ending(code)}{self._quote()}")
+            self._is_missed = True
+        if time.monotonic() - self._started < RESTART_SECONDS:
+            return
+        try:
+            self.start(self._arguments, self.address)
+            self.wait_ready(time.monotonic() + timeout, timeout)
+        except LinkcppError as error:
+            say(f"{self.name} could not be started again: {error}")
+        else:
+            self._is_missed = False
+            say(f"{self.name} runs again at {self.address}, process {self.pid}")
+
+    def interrupt(self) -> None:
+        """Ask it to end, and do not wait."""
+        if self._process is not None:
+            self._process.terminate()
+
     def kill(self) -> None:
         """Kill it at once (SIGKILL), as a failing machine would."""
         if self._process is None:
@@ -137,6 +171,8 @@ class ChildGroup(ABC):
         cores: Sequence[int | None] = [None] * len(names) if pin is None else pin
         self._timeout = timeout
         self._children = [ChildProcess(name, core=core) for name, core in zip(names, cores, strict=True)]
+        self._closing = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -177,15 +213,32 @@ class ChildGroup(ABC):
         self._start(index)
         child.wait_ready(time.monotonic() + self._timeout, self._timeout)
 
+    def keep(self, say: Callable[[str], None]) -> None:
+        """Start processes that end again from now on, in a thread of its own that tells ``say``."""
+
+        def look() -> None:
+            while not self._closing.wait(_LOOK_SECONDS):
+                for child in self._children:
+                    if not self._closing.is_set():
+                        child.tend(say, self._timeout)
+
+        self._keeper = threading.Thread(target=look, name="keeper", daemon=True)
+        self._keeper.start()
+
     def close(self) -> None:
         """End all processes: in order, and by force those that do not."""
+        self._closing.set()
+        if self._keeper is not None:
+            for child in self._children:
+                child.interrupt()  # the keeper may wait for one of them
+            self._keeper.join()
         end_processes(self._children)
         for child in self._children:
             child.close()
 
     def _start(self, index: int) -> None:
         child = self._children[index]
-        child.start([*self._arguments(index), "--name", child.name, "--listen", child.address or self._free(child)])
+        child.start([*self._arguments(index), "--name", child.name], child.address or self._free(child))
 
     @abstractmethod
     def _arguments(self, index: int) -> Sequence[str]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final
 
 from orchestrator.engine.facts import file_facts, load_of, ring_rows
-from orchestrator.errors import FleetError, InputError, LinkcppError, PlanError, WorkerLostError
+from orchestrator.errors import FleetError, InputError, PlanError, WorkerLostError
 from orchestrator.models.deployment import Deployment, StageEntry, WorkerEntry, is_loopback
 from orchestrator.models.gguf import GgufFile
 from orchestrator.planner.cost import Measures
@@ -23,9 +23,6 @@ from orchestrator.workers.ownership import choose_ownership, owned_bytes
 
 ANY_PORT: Final = "127.0.0.1:0"
 
-RESTART_SECONDS: Final = 5.0
-"""A process that ended is started again, but not sooner than so long after its last start."""
-
 _TRY_SECONDS: Final = 1.0
 
 
@@ -34,9 +31,6 @@ class _Process:
     entry: StageEntry | WorkerEntry
     kind: str  # stage, spare, worker
     child: ChildProcess
-    arguments: list[str]
-    started: float = 0.0
-    down: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +140,10 @@ class DeployedProcesses:
     ) -> None:
         self.close()
 
-    def tend(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+    def tend(self, say: Callable[[str], None]) -> None:
         """Look after the processes, once: start again what ended, and say so. Never raises for a process."""
         for process in self._processes:
-            code = process.child.exit_code
-            if code is None:
-                continue
-            if not process.down:
-                say(f"{process.entry.name} ended with {_ending(code)}{_quote(process.child.tail())}")
-                process.down = True
-            if now() - process.started < RESTART_SECONDS:
-                continue
-            try:
-                self._start(process, process.child.address)
-                process.child.wait_ready(time.monotonic() + self._timeout, self._timeout)
-            except LinkcppError as error:
-                say(f"{process.entry.name} could not be started again: {error}")
-            else:
-                process.down = False
-                say(f"{process.entry.name} runs again at {process.child.address}, process {process.child.pid}")
+            process.child.tend(say, self._timeout)
 
     def close(self) -> None:
         """End all processes: in order, and by force those that do not."""
@@ -187,18 +166,14 @@ class DeployedProcesses:
     def _launch(self, entries: Sequence[tuple[StageEntry | WorkerEntry, str]]) -> None:
         begun = []
         for entry, kind in entries:
-            process = _Process(entry, kind, ChildProcess(entry.name), self._arguments(entry))
+            process = _Process(entry, kind, ChildProcess(entry.name))
             self._processes.append(process)
-            self._start(process, self._listen(entry))
+            process.child.start([*self._arguments(entry), "--name", entry.name], self._listen(entry))
             begun.append(process)
         # All load at the same time; the deadline is one for all of them, counted from here.
         deadline = time.monotonic() + self._timeout
         for process in begun:
             process.child.wait_ready(deadline, self._timeout)
-
-    def _start(self, process: _Process, address: str) -> None:
-        process.started = time.monotonic()
-        process.child.start([*process.arguments, "--name", process.entry.name, "--listen", address])
 
     def _listen(self, entry: StageEntry | WorkerEntry) -> str:
         return entry.address if self._node is not None or is_loopback(entry.address) else ANY_PORT
@@ -246,11 +221,3 @@ def _holds(entry: StageEntry | WorkerEntry) -> str:
     if isinstance(entry, WorkerEntry):
         return f"experts {entry.experts or 'all'} of layers {entry.layers or 'all'}"
     return "layers " + (", ".join(f"{first}:{last}" for first, last in entry.layers) or "of whoever is lost")
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
-
-
-def _quote(tail: str) -> str:
-    return f"; it said:\n{tail}" if tail else " and said nothing"
