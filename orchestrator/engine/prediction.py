@@ -44,6 +44,8 @@ def why_no_prediction(path: Path) -> str:
         return f"{path.name} has {count} prediction layers, and the engine computes {most} of {file.architecture}"
     if file.architecture == "deepseek2" and not file.number("attention.q_lora_rank", 0):
         return "the engine computes prediction layers of deepseek2 only with a low-rank query"
+    if any(f"{name}.weight" in file.manifest.keys() - file.tensors.keys() for name in ("token_embd", "output")):
+        return f"{path.name} does not hold the embedding and the output, which prediction layers need"
     for layer in range(file.n_layer - count, file.n_layer):
         names = [name for name in file.manifest if name.startswith(f"blk.{layer}.")]
         if not names or any(name not in file.tensors and not is_expert_tensor(name) for name in names):

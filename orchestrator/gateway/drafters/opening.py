@@ -93,7 +93,7 @@ def why_not_mtp(facts: BackendFacts, path: Path) -> str:
     """Return why a model's prediction layers cannot guess for a backend, in words; empty where they can."""
     reason = why_no_prediction(path)
     if not reason and not facts.hidden:
-        return "prediction layers go on from hidden rows, which a ring's last stage does not send"
+        return "prediction layers go on from the last layer's hidden rows, and a stage of the ring has that layer"
     return reason
 
 
