@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Final
 
 import gguf
 import numpy as np
 
 from orchestrator.engine.synth import synth
 
-CASES = [("step35", 1), ("step35", 2), ("glm4moe", 1), ("deepseek2", 1)]
+CASES: Final = [("step35", 1), ("step35", 2), ("glm4moe", 1), ("deepseek2", 1)]
 """Architectures, and how many prediction layers."""
+
+MORE: Final = [("hy_v3", 2), ("cohere2moe", 1), ("deepseek32", 1), ("glm-dsa", 1)]
+"""Others that are no different to us."""
 
 _WRITES = re.compile(r"\.(attn_output|ffn_down\w*)\.weight$")  # what a layer adds to the residual stream
 

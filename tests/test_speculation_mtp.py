@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from predicting import CASES, make_predicting
+from predicting import CASES, MORE, make_predicting
 from serve_process import post, run_linkcpp, running
 
 from orchestrator.engine.context import Context
@@ -68,7 +68,9 @@ def run_all(backbone, speculation, sampling=GREEDY):
 
 
 @pytest.mark.parametrize("sure", [False, True], ids=["random", "sure"])
-@pytest.mark.parametrize(("architecture", "count"), CASES)
+@pytest.mark.parametrize(
+    ("architecture", "count"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_answers_have_the_same_bytes(make, architecture, count, sure):
     with open_backbone(make(architecture, count, sure), n_ctx=256, n_sequences=3) as backbone:
         for sampling in (GREEDY, SAMPLED) if sure else (GREEDY,):
