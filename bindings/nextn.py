@@ -63,7 +63,7 @@ class HiddenRows:
 
 
 class PredictionHandle(ContextHandle):
-    """A context that computes prediction layers; the model was loaded with ``prediction``."""
+    """A context that computes prediction layers; its model was loaded for them (``only_behind``)."""
 
     def __init__(self, model: ModelHandle, options: ContextOptions) -> None:
         super().__init__(model, options, None)

@@ -36,6 +36,7 @@ def facts(*, cuttable: bool = True, n_sequences: int = 4, n_ctx: int = 64, n_bat
 class Output:
     logits: FloatArray | None
     boundary: bytes
+    hidden: FloatArray | None = None
 
 
 class TwinStage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from inprocess import InProcessExchange
+from predicting import CASES, MORE
 
 from orchestrator.engine.context import Context
 from orchestrator.engine.experts import ExpertStore
@@ -17,11 +18,11 @@ from orchestrator.models.slices import write_backbone_slice
 from orchestrator.ring.steps import one_sequence
 from orchestrator.types import Contract
 
-CASES = [("step35", 1), ("step35", 2), ("glm4moe", 1), ("deepseek2", 1)]
+ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)]
 TEXT = [int(token) for token in np.random.Generator(np.random.PCG64(5)).integers(3, 250, 80)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=ALL, ids=lambda case: f"{case[0]}-{case[1]}")
 def predicting(request, tmp_path_factory):
     architecture, count = request.param
     path = tmp_path_factory.mktemp("predicting") / f"{architecture}.gguf"
@@ -110,6 +111,9 @@ def test_why_a_file_cannot_predict(synthetic, predicting, tmp_path):
         pytest.raises(InputError, match="no prediction layers"),
     ):
         context.keep_hidden(True)
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(predicting.read_bytes().replace(b".nextn.enorm.", b".nextn.xnorm."))
+    assert why_no_prediction(damaged) == "damaged.gguf names prediction layers and does not hold them"
     backbone = tmp_path / "backbone.gguf"
     write_backbone_slice(GgufFile.open(predicting), backbone)
     assert "does not hold the experts of its prediction layers" in why_no_prediction(backbone)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orchestrator.gateway.ring_backbone import RingBackbone
     from orchestrator.models.deployment import Deployment
 
-SPECULATION: Final = ("auto", "off", "ngram", "draft")
+SPECULATION: Final = ("auto", "off", "ngram", "draft", "mtp")
 """The modes of :class:`orchestrator.gateway.drafters.opening.SpeculationMode`, the default first."""
 
 QUIET_SECONDS: Final = 1.0
@@ -123,7 +123,7 @@ _OPTIONS = (
         type=click.Choice(SPECULATION),
         default=SPECULATION[0],
         show_default=True,
-        help="Guess tokens ahead: as much as pays, never, from the text itself, or with the draft model.",
+        help="Guess tokens ahead: as much as pays, never, from the text, with a draft model or prediction layers.",
     ),
     click.option(
         "--draft-model", default=None, metavar="NAME|FILE", help="A small model of the same vocabulary that guesses."
@@ -160,7 +160,7 @@ def backbone_options(function: Callable[..., None]) -> Callable[..., None]:
             raise click.UsageError("--workers starts workers here, --worker names running ones: use one of them")
         if draft_model is None and speculate == "draft":
             raise click.UsageError("--speculate draft needs a --draft-model")
-        if draft_model is not None and speculate in ("off", "ngram"):
+        if draft_model is not None and speculate in ("off", "ngram", "mtp"):
             raise click.UsageError(f"--speculate {speculate} uses no --draft-model")
         options = BackboneOptions(
             local_workers=workers or 0,

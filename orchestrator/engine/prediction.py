@@ -30,6 +30,13 @@ ROWS: Final = 512
 """Tokens of a micro-batch: guesses need not be exact, so it may be as large as the engine likes it."""
 
 
+# What the engine ends the process over, where it is missing.
+_LATENT: Final = frozenset({"deepseek2", "deepseek32", "glm-dsa"})
+_LATENT_KEYS: Final = ("attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla")
+_PARTS: Final = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm")
+_ROUTER: Final = ("ffn_gate_inp",)
+
+
 def why_no_prediction(path: Path) -> str:
     """Return why the prediction layers of a file cannot be used, in words; empty where they can."""
     file = GgufFile.open(path)
@@ -37,16 +44,21 @@ def why_no_prediction(path: Path) -> str:
     if not count:
         return f"{path.name} has no prediction layers"
     recipe = RECIPES.get(file.architecture)
-    most = 0 if recipe is None else recipe.predicts
-    if not most:
+    if recipe is None or not recipe.predicts:
         return f"prediction layers of {file.architecture} were not tried"
-    if count > most:
+    if count > recipe.predicts:
+        most = recipe.predicts
         return f"{path.name} has {count} prediction layers, and the engine computes {most} of {file.architecture}"
-    if file.architecture == "deepseek2" and not file.number("attention.q_lora_rank", 0):
-        return "the engine computes prediction layers of deepseek2 only with a low-rank query"
+    if file.architecture in _LATENT and not all(file.number(key, 0) for key in _LATENT_KEYS):
+        return f"the engine computes prediction layers of {file.architecture} only with latent attention throughout"
+    if file.metadata.get(f"{file.architecture}.attention.temperature_scale"):
+        return "the engine computes no prediction layers with temperature scaling of the attention"
+    if any(f"{name}.weight" in file.manifest.keys() - file.tensors.keys() for name in ("token_embd", "output")):
+        return f"{path.name} does not hold the embedding and the output, which prediction layers need"
     for layer in range(file.n_layer - count, file.n_layer):
         names = [name for name in file.manifest if name.startswith(f"blk.{layer}.")]
-        if not names or any(name not in file.tensors and not is_expert_tensor(name) for name in names):
+        needed = {f"blk.{layer}.{part}.weight" for part in (*_PARTS, *_ROUTER[: not recipe.either_ffn])}
+        if any(name not in file.tensors and not is_expert_tensor(name) for name in needed.union(names)):
             return f"{path.name} names prediction layers and does not hold them"
         if any(is_expert_tensor(name) for name in names) and len(file.held_experts(layer)) < file.n_expert:
             return f"{path.name} does not hold the experts of its prediction layers"

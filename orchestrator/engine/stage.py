@@ -110,6 +110,11 @@ class StageContext:
         return not self.model.is_hybrid
 
     @property
+    def gives_hidden(self) -> bool:
+        """Whether :meth:`Context.keep_hidden` can be asked: these are the last layers before prediction layers."""
+        return self.model.has_output and self.model.prediction_layers > 0
+
+    @property
     def shiftable(self) -> bool:
         """Whether positions can be moved."""
         return self.context.can_shift

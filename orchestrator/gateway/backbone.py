@@ -74,6 +74,8 @@ class Backbone:
         backend = LocalBackend(
             self.context, exchange=self.exchange, dispatcher=self.dispatcher, invariance=invariance
         )
+        speculation = speculate.open(backend.facts, self.model, exact=self.batch_invariant)
+        backend.keep_hidden(speculation is not None and speculation.reads_hidden)
         return Gateway(
             self.model,
             backend,
@@ -81,7 +83,7 @@ class Backbone:
             limits=limits,
             identity=self.fingerprint,
             observer=observer,
-            speculation=speculate.open(backend.facts, self.model, exact=self.batch_invariant),
+            speculation=speculation,
         )
 
     @property

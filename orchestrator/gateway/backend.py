@@ -53,6 +53,7 @@ class BackendFacts:
     groups: int = 1  # among how many steps the answers are shared out, so that every stage has work
     cuttable: bool = True
     invariance: Invariance = Invariance.SEVERAL
+    hidden: bool = False  # hidden rows can be had beside the logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +61,14 @@ class StepResult:
     """The end of a step: ``logits`` [n_outputs, n_vocab], or the error.
 
     After an error ``resume`` names, for each sequence that suffered, the position up to which its cache is good.
+    ``hidden`` [n_tokens, width] are the hidden rows of all its tokens, of a backend that was told to keep them.
     """
 
     ticket: int
     logits: FloatArray | None = None
     error: LinkcppError | None = None
     resume: Mapping[int, int] = field(default_factory=dict)
+    hidden: FloatArray | None = None
 
 
 class Backend(Protocol):

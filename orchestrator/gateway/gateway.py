@@ -315,7 +315,7 @@ class Gateway:
             if segment.outputs and result.logits is not None:
                 self._follow(job, segment, result.logits[rows])
         if self.speculation is not None:
-            self.speculation.learn(step, jobs, landing.seconds)
+            self.speculation.learn(step, jobs, landing.seconds, result.hidden)
         return True
 
     def _follow(self, job: _Job, segment: Segment, logits: FloatArray) -> None:

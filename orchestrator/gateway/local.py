@@ -84,7 +84,12 @@ class LocalBackend:
             n_step=context.n_ubatch,  # more would only make a step longer
             cuttable=not context.model.is_hybrid,
             invariance=invariance,
+            hidden=context.model.prediction_layers > 0,
         )
+
+    def keep_hidden(self, keep: bool) -> None:
+        """Give the hidden rows with each step from now on, or no longer; only where ``facts.hidden`` says so."""
+        self._context.keep_hidden(keep)
 
     def submit(self, batch: TokenBatch, wanted: Callable[[], bool]) -> int:
         """Compute a step; see :class:`Backend`."""
@@ -92,7 +97,8 @@ class LocalBackend:
         if self._exchange is not None:
             self._exchange.wanted = wanted
         try:
-            result = StepResult(self._tickets, self._context.decode(batch).logits)
+            outcome = self._context.decode(batch)
+            result = StepResult(self._tickets, outcome.logits, hidden=outcome.hidden)
         except LinkcppError as error:
             result = StepResult(self._tickets, error=error, resume=batch.starts())
         # A defect of ours: what it left in the caches is not known.

@@ -62,7 +62,8 @@ class RingBackend:
 
     ``n_chunk`` is the stages' micro-batch. ``reopen`` makes a broken ring whole, with empty sequences, or raises
     a :class:`LinkcppError`; ``look`` finds out whether an idle ring is whole. ``token_bytes`` is what a saved token
-    takes in all stages together. ``now`` is a clock in seconds. The ring belongs to the caller.
+    takes in all stages together. ``hidden`` tells that the gateway has the last layers and could keep their hidden
+    rows. ``now`` is a clock in seconds. The ring belongs to the caller.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RingBackend:
         reopen: Callable[[], object] | None = None,
         look: Callable[[], object] | None = None,
         token_bytes: int = 1,
+        hidden: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ring = ring
@@ -103,6 +105,7 @@ class RingBackend:
             groups=n_stages,
             cuttable=facts.cuttable,
             invariance=invariance,
+            hidden=hidden,
         )
 
     def submit(self, batch: TokenBatch, wanted: Callable[[], bool]) -> int:
@@ -138,7 +141,7 @@ class RingBackend:
                 self._journal.record(batch)
             else:
                 self._learn(self._now() - begun, completion.spent)
-            return StepResult(ticket, completion.logits)
+            return StepResult(ticket, completion.logits, hidden=completion.hidden)
         if self._ring.broken is not None and ticket not in self._lost:
             self._lose([ticket, *self._batches], completion.error)
         if ticket not in self._lost:

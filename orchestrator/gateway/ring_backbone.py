@@ -60,6 +60,7 @@ class RingBackbone:
         speculate: SpeculationSettings = NO_SPECULATION,
     ) -> Gateway:
         """Make the gateway of this ring; see :class:`Gateway`. Not started."""
+        last = next((stage for stage in self.local if stage.gives_hidden), None)
         backend = RingBackend(
             self.ring,
             n_stages=len(self.ring.statistics()),
@@ -68,7 +69,11 @@ class RingBackbone:
             reopen=self.standby.reopen,
             look=self.ring.check,
             token_bytes=self.token_bytes,
+            hidden=last is not None,
         )
+        speculation = speculate.open(backend.facts, self.model, exact=self.batch_invariant)
+        if last is not None:
+            last.context.keep_hidden(speculation is not None and speculation.reads_hidden)
         return Gateway(
             self.model,
             backend,
@@ -76,7 +81,7 @@ class RingBackbone:
             limits=limits,
             identity=self.fingerprint,
             observer=observer,
-            speculation=speculate.open(backend.facts, self.model, exact=self.batch_invariant),
+            speculation=speculation,
         )
 
     def statistics(self) -> DispatchStatistics:

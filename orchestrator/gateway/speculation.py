@@ -14,9 +14,9 @@ grouped into steps, and caches that can forget.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from orchestrator.gateway.backend import BackendFacts, Invariance
 from orchestrator.gateway.depth import (
@@ -29,7 +29,9 @@ from orchestrator.gateway.depth import (
     best_choice,
     micro_batches,
 )
+from orchestrator.gateway.prefix import common_prefix
 from orchestrator.gateway.scheduler import Job, Segment, Step
+from orchestrator.types import FloatArray
 
 DEFAULT_DEPTH: Final = 8
 """Guesses for an answer in one step at most."""
@@ -72,6 +74,19 @@ class Draft:
     kind: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The hidden rows [n, width] of a text's tokens from position ``start`` on: they were computed, and they stay.
+
+    ``tokens`` is the whole text of the slot, at least up to the last of them.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    rows: FloatArray
+
+
 class Drafter(Protocol):
     """Whoever guesses, for the texts of a gateway's slots.
 
@@ -105,6 +120,14 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A drafter that goes on from what the model computes, so that it has to see all of it."""
+
+    def read(self, seen: Sequence[Seen]) -> None:
+        """Take the rows of a step; a slot may have another text than before, or its text another end."""
 
 
 def why_not(facts: BackendFacts, *, exact: bool = True) -> str:
@@ -150,6 +173,11 @@ class Speculation:
         self._rest = 0  # steps for which no rate up to the hopeless one is looked at again
         self._hopeless = 0.0
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Tell whether the drafter wants to see the hidden rows of each step."""
+        return isinstance(self.drafter, Reader)
+
     def close(self) -> None:
         """Close the drafter."""
         self.drafter.close()
@@ -170,8 +198,13 @@ class Speculation:
             return step
         return Step(tuple(_with(segment, drafts.get(segment.slot, ())) for segment in step.segments))
 
-    def learn(self, step: Step, jobs: Sequence[Job[Any]], seconds: float) -> None:
-        """Compare the guesses with what was chosen, after a step that took so long and ended well."""
+    def learn(self, step: Step, jobs: Sequence[Job[Any]], seconds: float, hidden: FloatArray | None = None) -> None:
+        """Compare the guesses with what was chosen, after a step that took so long and ended well.
+
+        ``hidden`` are the hidden rows of its tokens, where the backend gives them.
+        """
+        if hidden is not None and isinstance(self.drafter, Reader):
+            self.drafter.read(list(_seen(step, jobs, hidden)))
         self._budget += TRIAL_SHARE * seconds
         if self._is_telling(step):
             lengths = {segment.slot: len(segment.tokens) for segment in step.segments}
@@ -283,6 +316,17 @@ class Speculation:
         made = self.drafter.propose(wanted)
         self._drafts.update(made)
         return made
+
+
+def _seen(step: Step, jobs: Sequence[Job[Any]], hidden: FloatArray) -> Iterator[Seen]:
+    """Give the rows of each segment without those of wrong guesses."""
+    first = 0
+    for segment, job in zip(step.segments, jobs, strict=True):
+        text = job.answer.tokens
+        chosen = text[segment.start + segment.sure : segment.start + len(segment.tokens)]
+        stays = segment.sure + common_prefix(segment.draft, tuple(chosen))
+        yield Seen(segment.slot, text, segment.start, hidden[first : first + stays])
+        first += len(segment.tokens)
 
 
 def _with(segment: Segment, guesses: tuple[int, ...]) -> Segment:

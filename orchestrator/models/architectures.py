@@ -154,6 +154,7 @@ _RECIPES: dict[str, Recipe] = {
             lead(d),
             {"rope.scaling.yarn_log_multiplier": 0.1},
         ),
+        predicts=1,
     ),
     "deepseek4": Recipe(
         "deepseek4.cpp",
@@ -201,6 +202,7 @@ _RECIPES: dict[str, Recipe] = {
             lead(d),
         ),
         _FOUR,
+        predicts=1,
     ),
     "glm5-next": Recipe(
         "glm5-next.cpp",
@@ -339,6 +341,7 @@ _RECIPES: dict[str, Recipe] = {
             {"logit_scale": 1.0},
         ),
         _FOUR,
+        predicts=1,
     ),
     "dbrx": Recipe(
         "dbrx.cpp",
@@ -407,6 +410,7 @@ _RECIPES: dict[str, Recipe] = {
         "hy-v3.cpp",
         lambda d: merge(base(d), routed(d, gate=SIGMOID, norm=True, scale=2.5), shared_width(d), lead(d)),
         either_ffn=True,
+        predicts=_MANY,
     ),
     "hy_v4": Recipe(
         "hy-v4.cpp",

@@ -192,7 +192,8 @@ def indexer(d: Dimensions) -> Keys:
 
 def indexer_types(d: Dimensions) -> Keys:
     """Layers that own an indexer (the first of each period) and layers that share the one before."""
-    return {"attention.indexer.types": d.per_layer(lambda layer: int(layer % d.period == 0))}
+    # prediction layers do without
+    return {"attention.indexer.types": d.per_layer(lambda layer: int(layer % d.period == 0))[: d.n_layer]}
 
 
 def hyper_connections(_: Dimensions) -> Keys:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from orchestrator.errors import InputError, LinkcppError, ProtocolError
-from orchestrator.ring.items import Item, batch_of, operation_of
+from orchestrator.ring.items import HiddenOutcome, Item, batch_of, operation_of
 from orchestrator.ring.layout import LayerRange
 from orchestrator.ring.steps import (
     Clear,
@@ -50,6 +50,10 @@ class StageOutput(Protocol):
     @property
     def boundary(self) -> bytes:
         """What crosses the cut."""
+
+    @property
+    def hidden(self) -> FloatArray | None:
+        """[n_tokens, width], None where it is not kept."""
 
 
 class FramedRun(NamedTuple):
@@ -224,6 +228,8 @@ class Hop:
             logits = output.logits
             if logits is None:
                 logits = np.empty((0, self.compute.n_vocab), np.float32)
+            if output.hidden is not None:
+                return HiddenOutcome(number, layer, times, logits, output.hidden)
             return Outcome(number, layer, times, logits)
         codec, boundary = step.codec, output.boundary
         if codec is not BoundaryCodec.F32:

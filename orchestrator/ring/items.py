@@ -7,6 +7,7 @@ are their meanings: token batches and KV operations.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from orchestrator.errors import InputError
@@ -22,10 +23,18 @@ from orchestrator.ring.steps import (
     Shift,
     TokenBatch,
 )
-from orchestrator.types import Boundary
+from orchestrator.types import Boundary, FloatArray
 from orchestrator.wire.boundary import BoundaryCodec
 from orchestrator.wire.ring_codec import FramedStep
 from orchestrator.wire.ring_messages import Fault, Operate, Outcome, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HiddenOutcome(Outcome):
+    """An outcome of the gateway's own layers, with what is not sent: the hidden rows, [n_tokens, width]."""
+
+    hidden: FloatArray
+
 
 Item: TypeAlias = Step | Outcome | Operate | Fault
 

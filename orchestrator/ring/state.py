@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.errors import InputError, LinkcppError, ProtocolError, StepDroppedError
-from orchestrator.ring.items import Item, operation_item, step_item
+from orchestrator.ring.items import HiddenOutcome, Item, operation_item, step_item
 from orchestrator.ring.positions import Positions
 from orchestrator.ring.steps import (
     Clear,
@@ -70,6 +70,7 @@ class Completion:
     error: LinkcppError | None = None
     resume: Mapping[int, int] = field(default_factory=dict)
     spent: tuple[int, ...] = ()
+    hidden: FloatArray | None = None  # [n_tokens, width], where the gateway has the last layers and keeps these rows
     operation: RingOperation | None = None
 
 
@@ -210,7 +211,8 @@ class RingState:
         wanted = entry.batch.n_outputs
         if len(item.logits) != wanted:  # as wide as the vocabulary, or as an embedding
             raise ProtocolError(f"step {number} gave {len(item.logits)} rows of logits, wanted are {wanted}")
-        entry.end(Completion(number, item.logits, spent=item.spent))
+        hidden = item.hidden if isinstance(item, HiddenOutcome) else None
+        entry.end(Completion(number, item.logits, spent=item.spent, hidden=hidden))
         return NOTHING
 
     def lost(self, error: LinkcppError) -> None:
