@@ -202,7 +202,7 @@ def undisturbed(path: Path, prompt: Sequence[int], count: int, sizes: StageSizes
     return [row.tobytes() for row in rows]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen35moe", marks=pytest.mark.slow)])
 def test_killed_stages_are_replaced_and_the_text_is_the_same(
     synthetic: Callable[[str], Path], architecture: str
 ) -> None:

@@ -90,7 +90,7 @@ def test_workers_download_their_experts_only_through_cut_connections(model: Path
     for name in ("cache", "data"):
         (tmp_path / name).mkdir()
     with serving(folder) as server:
-        server.fail = lambda asked: Fault(drop_after=20_000)
+        server.fail = lambda asked: Fault(drop_after=100_000)
         url, env = server.url(first.name), environment(tmp_path)
         with (
             started(url, "--experts", f"0-{middle - 1}", env=env) as (_, low),

@@ -200,8 +200,9 @@ class Dispatcher:
         welcome = self._links[worker].welcome
         return min(welcome.ownership.layers, default=None) if welcome is not None else None
 
-    def _bring_back(self, worker: int, *, layer: int | None = None, timeout: float = GREETING_TIMEOUT) -> None:
+    def _bring_back(self, worker: int, *, layer: int | None = None, timeout: float | None = None) -> None:
         link = self._links[worker]
+        timeout = GREETING_TIMEOUT if timeout is None else timeout
         before = link.welcome
         connect_timeout = min(self._connect_timeout, timeout)
         welcome = link.open(self._hello, connect_timeout, self._now() + connect_timeout + timeout, layer)
@@ -240,7 +241,8 @@ class Dispatcher:
         if not isinstance(reply, Described) or reply.accepted != len(owned):
             link.fail_protocol(f"it answered {len(owned)} descriptors with {reply}", None)
 
-    def _ping(self, link: WorkerLink, *, count: int = N_PINGS, timeout: float = GREETING_TIMEOUT) -> None:
+    def _ping(self, link: WorkerLink, *, count: int = N_PINGS, timeout: float | None = None) -> None:
+        timeout = GREETING_TIMEOUT if timeout is None else timeout
         times = []
         for _ in range(count):
             sequence = self._state.next_sequence()
