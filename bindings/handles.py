@@ -20,7 +20,7 @@ from bindings.library import (
     last_log_line,
     load,
 )
-from bindings.memory import FloatArray, copy_bytes
+from bindings.memory import FloatArray, FloatViews, copy_bytes
 
 if TYPE_CHECKING:
     from bindings.wire import StarHandle  # which builds on this module
@@ -260,6 +260,7 @@ class ContextHandle(Handle):
         super().__init__(None)
         api, shim = load()
         self._model, self._hook = model, hook
+        self._views = FloatViews()
         params = api.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_batch = options.n_batch
@@ -326,15 +327,13 @@ class ContextHandle(Handle):
 
     def logits(self, rows: int, n_vocab: int) -> FloatArray:
         """Copy the logits of the last decode, [rows, n_vocab]."""
-        api, _ = load()
-        pointer = api.llama_get_logits(self.address)
-        return np.ctypeslib.as_array(pointer, (rows, n_vocab)).copy()
+        pointer = load()[0].llama_get_logits(self.address)
+        return self._views.at(ctypes.addressof(pointer.contents), (rows, n_vocab)).copy()
 
     def embeddings(self, rows: int, length: int) -> FloatArray:
         """Copy the embeddings of the last decode, [rows, length]; only of a context made for them."""
-        api, _ = load()
-        pointer = api.llama_get_embeddings(self.address)
-        return np.ctypeslib.as_array(pointer, (rows, length)).copy()
+        pointer = load()[0].llama_get_embeddings(self.address)
+        return self._views.at(ctypes.addressof(pointer.contents), (rows, length)).copy()
 
     def remove(self, sequence: int, first: int, last: int) -> bool:
         """Remove positions [first, last) of a sequence (-1: open end); False if this memory cannot."""
