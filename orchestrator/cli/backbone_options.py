@@ -88,7 +88,12 @@ class BackboneOptions:
 
 
 _OPTIONS = (
-    click.option("--workers", type=click.IntRange(1, 64), default=None, help="Start so many workers here."),
+    click.option(
+        "--workers",
+        type=click.IntRange(1, 64),
+        default=None,
+        help="Start so many workers here, and again those that end.",
+    ),
     click.option(
         "--worker", "addresses", multiple=True, metavar="HOST:PORT", help="Use a running worker; may be repeated."
     ),
