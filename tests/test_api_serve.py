@@ -110,8 +110,8 @@ def test_a_local_worker_of_the_server_that_ends_is_started_again(model, alone):
         assert choice(server) == alone
         before = {worker["name"]: worker["pid"] for worker in get(server.url, "/status")[1]["workers"]}
         os.kill(before["local-1"], signal.SIGKILL)
-        wait_until(lambda: "local-1 runs again" in server.stderr())
-        wait_until(lambda: get(server.url, "/health")[0] == 200)
+        wait_until(lambda: "local-1 runs again" in server.stderr(), 60)  # not before its start is 5 s ago
+        wait_until(lambda: get(server.url, "/health")[0] == 200, 60)
         assert choice(server) == alone
         after = {worker["name"]: worker["pid"] for worker in get(server.url, "/status")[1]["workers"]}
         assert after["local-2"] == before["local-2"]
