@@ -25,6 +25,7 @@ from orchestrator.wire.messages import SUPPORTED, MessageType
 from orchestrator.wire.ring_codec import FramedItem, FramedStep
 from orchestrator.wire.ring_messages import Fault, FaultKind, Outcome, Step
 from tests.ring_frames import framed, thawed
+from tests.ring_twin import TwinStage, facts
 
 MINOR = SUPPORTED.highest
 SIZES = StageSizes(n_ctx=128, n_sequences=4)
@@ -167,6 +168,23 @@ def test_a_boundary_of_the_wrong_size_fails_and_leaves_the_caches(
         got = hop.run_frame(framed(again), MINOR)
         assert isinstance(got, FramedItem)
         assert_equal(thawed(got), python.run(again))
+
+
+def test_a_defect_in_the_native_way_costs_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = TwinStage(0, 12, facts())
+    heard: list[Exception] = []
+    hop = Hop(stage, clock=lambda: 0, on_defect=heard.append)
+
+    def broken(step: FramedStep, minor: int | None) -> None:
+        raise RuntimeError("no such thing")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, "run_frame", broken)
+        fault = hop.run_frame(framed(step_item(1, one_sequence([1], 0))), MINOR)
+    assert isinstance(fault, Fault)
+    assert (fault.kind, fault.text) == (FaultKind.FAILED, "defect: RuntimeError: no such thing")
+    assert [str(error) for error in heard] == ["no such thing"]
+    assert isinstance(hop.run_frame(framed(step_item(2, one_sequence([1], 0))), MINOR), Outcome)
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ class Hop:
         self.compute.apply(Clear())
 
     def rehearse(self, step: FramedStep) -> None:
-        """Do what :meth:`run` does before it computes, for the sake of the processor's caches alone."""
+        """Do what :meth:`run_frame` does before it computes, for the sake of the processor's caches alone."""
         self.compute.rehearse(step)
 
     def run(self, item: Item) -> Item:
@@ -191,8 +191,8 @@ class Hop:
             return None
         try:
             done = self.compute.run_frame(step, minor)
-        except (LinkcppError, MemoryError) as error:
-            return self._fault(number, FaultKind.FAILED, str(error) or "out of memory")
+        except Exception as error:
+            return self._failed(number, error)
         if done is None:
             return None
         self._count(done.n_tokens, done.microseconds)
@@ -215,13 +215,8 @@ class Hop:
             begin = self._clock()
             output = self.compute.decode(batch, boundary)
             spent = min((self._clock() - begin) // 1000, _MOST_MICROSECONDS)
-        except (InputError, ProtocolError) as error:
-            return self._fault(number, FaultKind.REFUSED, str(error))
-        except (LinkcppError, MemoryError) as error:
-            return self._fault(number, FaultKind.FAILED, str(error) or "out of memory")
-        except Exception as error:  # a defect must not take the stage from its other steps
-            self._on_defect(error)
-            return self._fault(number, FaultKind.FAILED, f"defect: {type(error).__name__}: {error}")
+        except Exception as error:
+            return self._failed(number, error)
         self._count(len(batch), spent)
         layer, times = self.layers.last, (*step.spent, spent)
         if layer == self.compute.n_layer:
@@ -235,6 +230,15 @@ class Hop:
         if codec is not BoundaryCodec.F32:
             codec, boundary = encode(boundary)
         return Step(number, layer, step.tokens, step.positions, step.sequences, step.outputs, times, boundary, codec)
+
+    def _failed(self, number: int, error: Exception) -> Fault:
+        """Make the fault of a step; a defect must not take the stage from its other steps."""
+        if isinstance(error, (InputError, ProtocolError)):
+            return self._fault(number, FaultKind.REFUSED, str(error))
+        if isinstance(error, (LinkcppError, MemoryError)):
+            return self._fault(number, FaultKind.FAILED, str(error) or "out of memory")
+        self._on_defect(error)
+        return self._fault(number, FaultKind.FAILED, f"defect: {type(error).__name__}: {error}")
 
     def _fault(self, number: int, kind: FaultKind, text: str) -> Fault:
         return Fault(number, self.layers.last, kind, self.layers.first, self.layers.last, text)
