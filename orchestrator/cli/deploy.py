@@ -16,12 +16,11 @@ from orchestrator.cli.service import end_with_stdin, stop_on_signals
 from orchestrator.cli.stage_file import is_remote
 from orchestrator.models.catalog import resolve_model
 from orchestrator.models.deployment import Deployment, read_deployment, write_deployment
+from orchestrator.workers.child import LOOK_SECONDS
 from orchestrator.workers.deployment import DeployedProcesses
 from orchestrator.workers.machine import usable_memory
 
 COLUMNS: Final = ("process", "kind", "holds", "address", "pid")
-
-_LOOK_SECONDS: Final = 0.5
 
 
 @click.command("deploy")
@@ -83,7 +82,7 @@ def command(
         if output is not None:
             write_deployment(output, found, [f"the processes that `linkcpp deploy` started from {file.name}"])
         _announce(terminal, processes, found, output, as_json=as_json)
-        while not stop.wait(_LOOK_SECONDS):
+        while not stop.wait(LOOK_SECONDS):
             processes.tend(terminal.error)
 
 

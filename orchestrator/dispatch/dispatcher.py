@@ -133,7 +133,7 @@ class Dispatcher:
                 engine; the text names what differs.
         """
         for worker in self._absent():
-            self._bring_back(worker, layer=self._first_layer(worker))
+            self._bring_back(worker, timeout=GREETING_TIMEOUT, layer=self._first_layer(worker))
 
     def describe(self, descriptors: Sequence[LayerDescriptor]) -> None:
         """Tell all workers how the experts compute, and settle who computes which.
@@ -154,7 +154,7 @@ class Dispatcher:
             owned = self._described_for(worker)
             if not owned:
                 continue
-            self._ping(link)
+            self._ping(link, timeout=GREETING_TIMEOUT)
             sequence = self._state.next_sequence()
             request = Measure(sequence, owned[0].layer, owned[0].call)
             reply = link.request(request, self._now() + self._timeout, owned[0].layer)
@@ -200,9 +200,8 @@ class Dispatcher:
         welcome = self._links[worker].welcome
         return min(welcome.ownership.layers, default=None) if welcome is not None else None
 
-    def _bring_back(self, worker: int, *, layer: int | None = None, timeout: float | None = None) -> None:
+    def _bring_back(self, worker: int, *, timeout: float, layer: int | None = None) -> None:
         link = self._links[worker]
-        timeout = GREETING_TIMEOUT if timeout is None else timeout
         before = link.welcome
         connect_timeout = min(self._connect_timeout, timeout)
         welcome = link.open(self._hello, connect_timeout, self._now() + connect_timeout + timeout, layer)
@@ -241,8 +240,7 @@ class Dispatcher:
         if not isinstance(reply, Described) or reply.accepted != len(owned):
             link.fail_protocol(f"it answered {len(owned)} descriptors with {reply}", None)
 
-    def _ping(self, link: WorkerLink, *, count: int = N_PINGS, timeout: float | None = None) -> None:
-        timeout = GREETING_TIMEOUT if timeout is None else timeout
+    def _ping(self, link: WorkerLink, *, timeout: float, count: int = N_PINGS) -> None:
         times = []
         for _ in range(count):
             sequence = self._state.next_sequence()

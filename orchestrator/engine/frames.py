@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bindings.hop import HopFailed, HopHandle, HopSizes
-from orchestrator.config import setting
 from orchestrator.engine.context import Context
+from orchestrator.engine.native import is_available
 from orchestrator.ring.hop import FramedRun
 from orchestrator.ring.items import batch_of
 from orchestrator.ring.layout import LayerRange
@@ -37,7 +37,7 @@ class FrameRunner:
     def of(cls, context: Context, layers: LayerRange) -> FrameRunner | None:
         """Make one; None where every step needs Python: for an exchange, or for what the outputs mean."""
         plain = context.is_plain and not context.model.embeds and not context.model.reads_whole_text
-        return cls(context, layers) if plain and setting("LINKCPP_WIRE") != "python" else None
+        return cls(context, layers) if plain and is_available() else None
 
     def run(self, step: FramedStep, minor: int | None) -> FramedRun | None:
         """Compute a step; None (and nothing done) where it is not plain. On any error the caches are as before."""

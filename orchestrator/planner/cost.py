@@ -50,8 +50,9 @@ class Measures:
     def memory_of(self, ranges: Sequence[tuple[int, int]], *, experts: bool = True) -> int:
         """What a process takes that holds these ranges: weights, caches and the rest; ``experts``: theirs too."""
         held = sum(self.weights_of(*span) + self.cache_of(*span) for span in ranges)
-        elsewhere = sum(layer.expert_weights for span in ranges for layer in self.facts.layers[slice(*span)])
-        return held + self.overhead_of(ranges) - (0 if experts else elsewhere)
+        if not experts:
+            held -= sum(layer.expert_weights for span in ranges for layer in self.facts.layers[slice(*span)])
+        return held + self.overhead_of(ranges)
 
     def cost_of(self, first: int, last: int) -> int:
         """Bytes that one token reads of these layers, with its cache half full."""

@@ -31,7 +31,9 @@ _TAIL_LINES: Final = 12
 RESTART_SECONDS: Final = 5.0
 """A process that ended is started again, but not sooner than so long after its last start."""
 
-_LOOK_SECONDS: Final = 0.5  # how often it is looked after
+LOOK_SECONDS: Final = 0.5
+"""How often processes are looked after."""
+
 _STOP_SECONDS: Final = 8.0  # a little more than a worker gives itself to drain
 
 
@@ -217,7 +219,7 @@ class ChildGroup(ABC):
         """Start processes that end again from now on, in a thread of its own that tells ``say``."""
 
         def look() -> None:
-            while not self._closing.wait(_LOOK_SECONDS):
+            while not self._closing.wait(LOOK_SECONDS):
                 for child in self._children:
                     if not self._closing.is_set():
                         child.tend(say, self._timeout)

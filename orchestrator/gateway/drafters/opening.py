@@ -77,7 +77,7 @@ class SpeculationSettings:
             return ModelDrafter.open(
                 self.draft_model, target, n_ctx=facts.n_ctx, n_sequences=facts.n_sequences, n_threads=self.threads
             )
-        if why_not_mtp(facts, target.path):
+        if not facts.hidden or why_not_mtp(facts, target.path):  # most files need not be looked into
             return NgramDrafter()
         try:
             return self._prediction_layers(facts, target)
