@@ -44,15 +44,16 @@ def prediction_layers(model: ModelHandle) -> int:
 
 
 class HiddenRows:
-    """The hidden rows of a context, kept at each decode from now on: of every token, or of those with logits.
+    """The hidden rows of a context, kept at each decode from now on: of every token, or of those with logits."""
 
-    With ``keep`` off they are kept no longer.
-    """
-
-    def __init__(self, context: ContextHandle, *, keep: bool = True, wanted_only: bool = False) -> None:
+    def __init__(self, context: ContextHandle, *, wanted_only: bool = False) -> None:
         self._context = context
         self.length: int = nextn().linkcpp_nextn_length(context.address)
-        nextn().linkcpp_nextn_keep(context.address, keep, wanted_only)
+        nextn().linkcpp_nextn_keep(context.address, True, wanted_only)
+
+    def drop(self) -> None:
+        """Keep them no longer."""
+        nextn().linkcpp_nextn_keep(self._context.address, False, False)
 
     def take(self, rows: int) -> FloatArray:
         """Copy those of the last decode, [rows, length], in the order of its batch."""

@@ -146,9 +146,11 @@ class Context:
         """
         if keep and (not self.model.prediction_layers or not self.model.has_output):
             raise InputError(f"{self.model.path} has no prediction layers, or not here")
-        if keep != (self._hidden is not None):
-            found = HiddenRows(self._context, keep=keep)
-            self._hidden = found if keep else None
+        if keep and self._hidden is None:
+            self._hidden = HiddenRows(self._context)
+        elif not keep and self._hidden is not None:
+            self._hidden.drop()
+            self._hidden = None
 
     @property
     def is_plain(self) -> bool:
